@@ -170,26 +170,20 @@ def _pytest(session: nox.Session, *arguments: str) -> None:
     print(f"{session.name}: {seconds:.0f} CPU seconds of tests", flush=True)
 
 
-def _test_package(session: nox.Session, name: str) -> None:
-    needs = TEST_NEEDS[name]
-    others = [need for need in needs if not _siblings([need])]
-    install(session, _with_needs(name, *_siblings(needs)), *others)
-    preload = ("-o", PRELOAD) if "pipegrid-testing" in needs else ()
-    _pytest(session, *preload, str(PACKAGES / name / "tests"))
+def _declare_session(name: str) -> None:
+    def session(session: nox.Session) -> None:
+        needs = TEST_NEEDS[name]
+        install(session, _with_needs(name, *_siblings(needs)), *(need for need in needs if not _siblings([need])))
+        preload = ("-o", PRELOAD) if "pipegrid-testing" in needs else ()
+        _pytest(session, *preload, str(PACKAGES / name / "tests"))
+
+    session.__doc__ = f"The tests of pipegrid-{name}, with that package and its declared dependencies only."
+    session.__name__ = f"test_{name}"
+    nox.session(name=f"test-{name}")(session)
 
 
-def _declare_package_sessions() -> None:
-    for name in ALL:
-
-        def session(session: nox.Session, name: str = name) -> None:
-            _test_package(session, name)
-
-        session.__doc__ = f"The tests of pipegrid-{name}, with that package and its declared dependencies only."
-        session.__name__ = f"test_{name}"
-        nox.session(name=f"test-{name}")(session)
-
-
-_declare_package_sessions()
+for each in ALL:
+    _declare_session(each)
 
 
 @nox.session
@@ -263,10 +257,15 @@ def tests_torch(session: nox.Session) -> None:
     session.run("pytest", "-m", DAY, "packages", "integration_tests", "tools/tests", *options)
 
 
+def _constraints() -> Any:
+    """The module tools/constraints.py."""
+    sys.path.insert(0, str(ROOT / "tools"))
+    return importlib.import_module("constraints")
+
+
 def _with_other_releases(session: nox.Session, kind: str, pinned: dict[str, str], *wanted: str) -> None:
     """Install under ``pinned`` alone, run what touches each release that is not constraints.txt's, print the table."""
-    sys.path.insert(0, str(ROOT / "tools"))
-    tool = importlib.import_module("constraints")
+    tool = _constraints()
     parser = argparse.ArgumentParser(prog=f"nox -s {kind} --")
     parser.add_argument("--hold", nargs="+", default=[], metavar="NAME", help="keep these as tested")
     given, options = parser.parse_known_args(session.posargs)
@@ -284,11 +283,8 @@ def _with_other_releases(session: nox.Session, kind: str, pinned: dict[str, str]
             print(f"{one} is not on the indexes of this machine; the newest that is there is installed")
             asked.remove(one)
     install(session, ALL, *EVERY_TEST, *asked, constraints=constraints)
-    listing = (
-        "import importlib.metadata as m, json; print(json.dumps([[d.name, d.version] for d in m.distributions()]))"
-    )
-    found = json.loads(str(session.run("python", "-c", listing, silent=True)))
-    installed = {tool.name_of(name): version.partition("+")[0] for name, version in found}
+    found = json.loads(str(session.run("python", "-m", "pip", "list", "--format", "json", silent=True)))
+    installed = {tool.name_of(one["name"]): one["version"].partition("+")[0] for one in found}
     tests = sorted({str(path) for paths in tool.to_test(installed, held).values() for path in paths})
     if tests:
         junit.unlink(missing_ok=True)
@@ -309,44 +305,16 @@ def newest(session: nox.Session) -> None:
 @nox.session(reuse_venv=False)
 def oldest(session: nox.Session) -> None:
     """The same with the lowest versions that the packages' metadata allows; others are the newest."""
-    sys.path.insert(0, str(ROOT / "tools"))
-    _with_other_releases(session, "oldest", importlib.import_module("constraints").lowest())
-
-
-# An indented line of a README that begins so is what its readers type.
-_INSTALL_LINE = re.compile(r"^ +pip install ((?:\./packages/\S+ ?)+)", re.MULTILINE)
-
-
-def _installed_by(session: nox.Session, readme: Path, needed: set[str]) -> list[str]:
-    """What the one install line of ``readme`` installs: ``needed``, and every package that one of these declares."""
-    lines = _INSTALL_LINE.findall(readme.read_text())
-    if len(lines) != 1:
-        session.error(f"{readme.relative_to(ROOT)} has {len(lines)} lines of `pip install ./packages/...`, not one")
-    paths: list[str] = []
-    for path in lines[0].split():  # as in a shell, * is every package
-        paths += sorted(map(str, PACKAGES.glob("*"))) if path.endswith("*") else [path]
-    given = {Path(path.partition("[")[0]).name for path in paths}
-    missing = needed.union(_with_needs(*given)) - given
-    if missing:
-        session.error(f"the install line of {readme.relative_to(ROOT)} lacks {sorted(missing)}")
-    return paths
-
-
-def _require_complete(session: nox.Session) -> list[str]:
-    """Raise unless the install line of each README is complete; what the one for everything installs."""
-    for name in ALL:
-        _installed_by(session, PACKAGES / name / "README.md", {name})
-    return _installed_by(session, ROOT / "README.md", set(ALL))
+    _with_other_releases(session, "oldest", _constraints().lowest())
 
 
 @nox.session(name="install", reuse_venv=False)
 def install_as_written(session: nox.Session) -> None:
-    """The `pip install` lines of the READMEs: each is complete; the one for everything works where nothing is.
+    """What the READMEs' `pip install` of everything installs, where nothing is.
 
     Before that what installs without torch, and its commands; fake_nccl and testing, alone, in a project of others.
     Then all packages with the extras that docs/install.md names.
     """
-    everything = _require_complete(session)
     quick = ("--no-compile", *PIP, str(CONSTRAINTS))  # each is imported once
     # pip builds each in an environment of its own, which is under the second name; before pip 25.3 under the first.
     builds = dict.fromkeys(("PIP_CONSTRAINT", "PIP_BUILD_CONSTRAINT"), str(CONSTRAINTS))
@@ -359,11 +327,9 @@ def install_as_written(session: nox.Session) -> None:
     (project / "pytest.ini").write_text("[pytest]\n")
     (project / "test_of_others.py").write_text(page.partition("```python\n")[2].partition("```")[0])
     with session.chdir(project):
-        session.run("pytest", "-q", "-p", "no:cacheprovider", "test_of_others.py")
-        session.run(
-            "pytest", "-q", "-p", "no:cacheprovider", "--backend", "fake_nccl", "-k", "agree", "test_of_others.py"
-        )
-    session.install(*quick, *everything, env=builds)
+        for options in ((), ("--backend", "fake_nccl", "-k", "agree")):
+            session.run("pytest", "-q", "-p", "no:cacheprovider", *options, "test_of_others.py")
+    session.install(*quick, *[str(PACKAGES / name) for name in ALL], env=builds)
     session.run("pip", "check")
     session.run("python", "-c", "\n".join(f"from pipegrid.{name} import *" for name in ALL), silent=True)
     extras = "./meta[hf,cli]"
@@ -465,7 +431,6 @@ def _with_tests() -> tuple[str, ...]:
 @nox.session
 def tests(session: nox.Session) -> None:
     """Lint, types, contract, documentation, every package alone, integration on gloo: what a change must pass."""
-    _require_complete(session)
     spent = _run_all_beside(session, (*_with_tests(), "types", "docs", "lint"), session.posargs, {})
     if spent > 3 * DAY_CPU_SECONDS:
         session.error(f"{spent:.0f} CPU seconds are three times those of a day; mark what is not the core as thorough")
@@ -482,15 +447,7 @@ def thorough(session: nox.Session) -> None:
 def clean(session: nox.Session) -> None:
     """Remove build outputs and caches, environments excepted."""
     del session
-    for pattern in (
-        "**/__pycache__",
-        "**/*.egg-info",
-        ".mypy_cache",
-        ".ruff_cache",
-        ".pytest_cache",
-        ".hypothesis",
-        "site",
-    ):
-        for path in ROOT.glob(pattern):
-            if ".nox" not in path.parts:
-                shutil.rmtree(path, ignore_errors=True)
+    caches = (".mypy_cache", ".ruff_cache", ".pytest_cache", ".hypothesis", "site")
+    for path in (path for pattern in ("**/__pycache__", "**/*.egg-info", *caches) for path in ROOT.glob(pattern)):
+        if ".nox" not in path.parts:
+            shutil.rmtree(path, ignore_errors=True)

@@ -37,9 +37,9 @@ WAITS = {
 }
 STORES = {
     "monitor/control.py": "a bounded_store",
-    "monitor/epochs/ledger.py": "a bounded_store",
+    "monitor/epochs/stored_epochs.py": "a bounded_store",
     "monitor/first_failure.py": "bounded",
-    "monitor/heard.py": "a bounded_store",
+    "monitor/last_seen.py": "a bounded_store",
     "monitor/long_waits.py": "bounded",
     "topology/job/job_store.py": "bounded; the server of a store waits for no client",
     "topology/rendezvous.py": "bounded",

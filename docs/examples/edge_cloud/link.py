@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import queue
 import threading
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from attrs import frozen
 
-from pipegrid.transport import Direction, Edge, Handle, ReceiveHandle
+from pipegrid.transport import Communicator, Direction, Edge, Handle, ReceiveHandle
 
 
 @frozen
@@ -67,7 +65,7 @@ class Delivery:
         return self._left.is_set() and (self._handle is None or self._handle.is_completed())
 
 
-class SlowLink:
+class SlowLink(Communicator):
     """A communicator behind a slow link: every message of this rank crosses it, first in, first out.
 
     The ranks of a side share the link. Each sends its share of a tensor, and all shares together take as long as the
@@ -108,10 +106,6 @@ class SlowLink:
         """Start receiving what comes over the link."""
         handle: ReceiveHandle = self._communicator.irecv(edge=edge, direction=direction, shapes=shapes)
         return handle
-
-    def batch(self) -> AbstractContextManager[None]:
-        """Messages leave one by one, when they have crossed the link."""
-        return contextlib.nullcontext()
 
     def abort(self, reason: str) -> None:
         """End all lanes at once."""

@@ -15,7 +15,6 @@ from pipegrid.core.edge import Edge
 from pipegrid.reshard.errors import BridgeError, ShapeError
 from pipegrid.topology import GroupSpec, create_groups
 from pipegrid.transport import CollectiveFailedError, P2PLaneDeadError
-from pipegrid.transport.config import P2PConfig
 from pipegrid.transport.errors import P2PError, P2PUsageError
 from pipegrid.transport.protocol import Handle, PipelineCommunicator, ReceiveHandle
 
@@ -151,8 +150,6 @@ def test_what_does_not_fit_together_is_refused_at_construction():
     ring = SimpleNamespace(layerwise_disaggregated_training=True, pipeline_dtype=torch.float64)
     with pytest.raises(P2PUsageError, match="layerwise_disaggregated_training is True, .* ring=False"):
         VTPCommunicator(VTPTopology([1, 1]), ring)
-    with pytest.raises(P2PUsageError, match="shapes='manifest'; use variable_seq_lengths=True"):
-        VTPCommunicator(VTPTopology([1, 1]), P2PConfig(shapes="manifest"))
     with pytest.raises(TypeError, match="sequence_parallel"):
         VTPCommunicator(VTPTopology([1, 1]), None, sequence_parallel=True)
     comm = make([1, 1])

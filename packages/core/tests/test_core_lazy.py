@@ -9,10 +9,10 @@ PACKAGE = """
 from typing import TYPE_CHECKING
 from pipegrid.core.lazy import lazy_names
 if TYPE_CHECKING:
-    from package.lane import Lane, Rare as Rare
+    from package.lane import Lane, Old as Old, Rare as Rare
 __all__ = ["Lane", "Plan"]
 Plan = "needs no torch"
-__getattr__, __dir__ = lazy_names(__name__, __all__, {"Old": "lane"})
+__getattr__, __dir__ = lazy_names(__name__, __all__)
 """
 PROGRAM = """
 import sys

@@ -5,9 +5,9 @@ import random
 import pytest
 
 from monitor_kit.epoch_world import LATER, World
-from pipegrid.monitor.epochs.ledger import Ledger
-from pipegrid.monitor.epochs.pulse import Pulse
+from pipegrid.monitor.epochs.heartbeat import Heartbeat
 from pipegrid.monitor.epochs.records import Epoch
+from pipegrid.monitor.epochs.stored_epochs import StoredEpochs
 
 from .test_epochs_model import crashes
 
@@ -158,16 +158,16 @@ def test_a_round_of_the_heartbeat_is_of_the_epoch_in_which_it_began(monkeypatch)
     old, new = Epoch(0, (0, 1, 2)), Epoch(1, (0, 1), {0: 1, 1: 2, 2: 1})
     lost = []
 
-    def beats(ledger, rank, incarnation, amount=0):
+    def heartbeats(stored, rank, incarnation, amount=0):
         if rank == 1:
-            pulse.epoch = new
+            heartbeat.epoch = new
         return 7
 
-    monkeypatch.setattr(Ledger, "asking", lambda ledger: {})
-    monkeypatch.setattr(Ledger, "beats", beats)
-    pulse = Pulse(Ledger(None), 0, 1, old, 1.0, 60.0, lambda why: None)
-    monkeypatch.setattr(Pulse, "lost", lambda pulse, rank, why, epoch=None: lost.append((rank, epoch.number)))
+    monkeypatch.setattr(StoredEpochs, "asking", lambda stored: {})
+    monkeypatch.setattr(StoredEpochs, "heartbeats", heartbeats)
+    heartbeat = Heartbeat(StoredEpochs(None), 0, 1, old, 1.0, 60.0, lambda why: None)
+    monkeypatch.setattr(Heartbeat, "lost", lambda heartbeat, rank, why, epoch=None: lost.append((rank, epoch.number)))
     for now in range(50):
-        pulse.epoch = old
-        pulse.beat(pulse._beaten + now)
+        heartbeat.epoch = old
+        heartbeat.send(heartbeat._sent_at + now)
     assert set(lost) == {(1, 0), (2, 0)}

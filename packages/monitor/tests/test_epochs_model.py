@@ -5,7 +5,7 @@ import random
 import pytest
 
 from monitor_kit.epoch_world import World
-from pipegrid.monitor.epochs import pulse
+from pipegrid.monitor.epochs import heartbeat
 
 
 def crashes(rng, ranks, count, *, longest=60):
@@ -116,7 +116,7 @@ def test_tensor_parallel_peers_retire_with_the_dead(block):
 
 def test_a_living_rank_watches_past_the_dead_ones_behind_it(monkeypatch):
     """With one rank to watch each, and no other news of deaths than silence."""
-    monkeypatch.setattr(pulse, "WATCHED", 1)
+    monkeypatch.setattr(heartbeat, "WATCHED", 1)
     for seed in range(30):
         rng = random.Random(seed)
         dying = {

@@ -209,7 +209,7 @@ def test_a_loss_that_a_verdict_misses_is_one_of_the_next_epoch(store):
         with contextlib.suppress(FencedError):  # if it reads of its loss before it reads the verdict
             found.append(votes[1].result(20))
     assert {verdict.epoch.members for verdict in found} == {(0, 1, 2)}
-    alarm = zero._pulse.ledger.alarm(1)
+    alarm = zero._heartbeat.stored.alarm(1)
     assert alarm is not None
     assert alarm.lost == {1: "its connection has closed"}
     assert not zero.done("step 0")
@@ -253,7 +253,7 @@ def test_a_new_process_comes_in_and_the_old_one_that_wakes_up_does_nothing(store
     with ThreadPoolExecutor(2) as pool:
         newest = Epochs(store, rank=1, **settings)
         joined = pool.submit(newest.join)
-        while not newest._pulse.ledger.asking():
+        while not newest._heartbeat.stored.asking():
             time.sleep(0.02)
         with pytest.raises(FencedError, match="another process of rank 1 has come after this one"):
             new.join()

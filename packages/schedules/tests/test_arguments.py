@@ -29,6 +29,8 @@ from pipegrid.schedules import (
 )
 from pipegrid.transport import Edge
 
+from .kit.of_job import OfJob, Sending
+
 public = pipegrid.schedules
 PLAN = public.one_f_one_b(2, 3)
 LOWERED = public.lower(PLAN)
@@ -149,7 +151,7 @@ STEP = {
     "pg_collection": ("maybe groups", None),
 }
 UNUSED = {"data_iterator": None, "seq_length": 1, "micro_batch_size": 1}
-ONE_STAGE = SimpleNamespace(total_stages=1, current_stage=0)
+ONE_STAGE = OfJob(total_stages=1, current_stage=0)
 
 CALLS = {
     "convert_schedule_table_to_order": Call(
@@ -164,7 +166,7 @@ CALLS = {
         num_microbatches=("count", 2),
         num_model_chunks=("count", 2),
         microbatch_group_size_per_vp_stage=("maybe count", 2),
-        p2p_communicator=("maybe communicator", SimpleNamespace(total_stages=2, current_stage=0)),
+        p2p_communicator=("maybe communicator", OfJob(total_stages=2, current_stage=0)),
     ),
     "get_schedule_table": Call(
         public.get_schedule_table,
@@ -204,7 +206,7 @@ CALLS = {
         lambda **arguments: public.forward_backward_pipelining_with_interleaving(**UNUSED, **arguments),
         (StepArgumentError, GradientError),
         **STEP | {"model": ("module", [Model(2, 2), Model(2, 2)])},
-        p2p_communicator=("communicator", SimpleNamespace(total_stages=2, current_stage=0)),
+        p2p_communicator=("communicator", OfJob(total_stages=2, current_stage=0)),
     ),
     "get_forward_backward_func": Call(
         public.get_forward_backward_func, StepArgumentError, pp_size=("count", 2), vp_size=("maybe count", None)
@@ -254,7 +256,7 @@ CALLS = {
         (StepArgumentError, StepArgumentError),
         plan=("plan", LOWERED),
         stages=("mapping", {0: SimpleNamespace(forward=print)}),
-        communicator=("maybe other", SimpleNamespace(isend=print, irecv=print, batch=print)),
+        communicator=("maybe other", Sending()),
         hooks=("list", ()),
         deadline=("maybe positive", None),
         loss_scale=("function", lambda loss: loss),

@@ -11,7 +11,6 @@ from pipegrid.transport import (
     P2PLaneDeadError,
     P2PMismatchError,
     P2PTimeoutError,
-    P2PUsageError,
     open_lanes,
 )
 
@@ -61,28 +60,12 @@ class TestLocalLane:
                 lanes[self.HERE].isend(torch.ones(1))
 
     @pytest.mark.ranks(1)
-    @pytest.mark.parametrize("shapes", ["header", "manifest"])
-    def test_shapes_may_vary(self, ranks, shapes):
-        with open_lanes([self.HERE], config=config(shapes=shapes)) as lanes:
+    def test_shapes_may_vary(self, ranks):
+        with open_lanes([self.HERE], config=config(shapes="header")) as lanes:
             lane = lanes[self.HERE]
-            payloads = [torch.ones(n) for n in range(3)]
-            if shapes == "manifest":
-                lane.announce(payloads)
-            for payload in payloads:
+            for payload in [torch.ones(n) for n in range(3)]:
                 lane.isend(payload)
                 assert equal(payload, lane.irecv().result())
-
-    @pytest.mark.ranks(1)
-    def test_a_message_in_no_manifest_is_refused_and_may_be_announced_then(self, ranks):
-        with open_lanes([self.HERE], config=config(shapes="manifest")) as lanes:
-            lane = lanes[self.HERE]
-            with pytest.raises(P2PUsageError, match="message 0 of lane 0>0.here. is in no manifest"):
-                lane.isend(torch.ones(2))
-            lane.announce([torch.ones(2)])
-            assert lane.isend(torch.ones(2)).sequence == 0
-            assert lane.irecv().result().tolist() == [1, 1]
-        with pytest.raises(P2PLaneDeadError):
-            lane.announce([torch.ones(2)])
 
     @pytest.mark.ranks(1)
     def test_a_next_hop_starts_when_the_message_comes(self, ranks):

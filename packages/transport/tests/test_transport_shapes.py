@@ -13,7 +13,6 @@ from pipegrid.transport import (
     P2PMismatchError,
     P2PPeerError,
     P2PTimeoutError,
-    P2PUsageError,
     open_lanes,
 )
 
@@ -50,38 +49,6 @@ def test_with_headers_shapes_and_dtypes_may_change_with_every_message(ranks, com
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("shapes", ["manifest", "header"])
-def test_a_manifest_announces_a_whole_step_at_once(ranks, shapes):
-    with open_lanes([LANE], config=config(shapes=shapes)) as lanes:
-        lane = lanes[LANE]
-        for step in range(3):
-            step_shapes = SHAPES[step:]
-            if ranks.rank == 0:
-                lane.announce([torch.empty(shape, device="meta") for shape in step_shapes])
-                for handle in [lane.isend(torch.full(shape, float(step))) for shape in step_shapes]:
-                    handle.wait()
-            else:
-                for handle, shape in [(lane.irecv(), shape) for shape in step_shapes]:
-                    assert torch.equal(handle.result().detach(), torch.full(shape, float(step)))
-        assert lane.stats.headers == 3
-        assert lane.stats.host_syncs == (0 if ranks.rank == 0 else 3)
-
-
-@pytest.mark.ranks(2)
-def test_with_headers_a_message_in_no_manifest_has_its_own(ranks):
-    with open_lanes([LANE], config=config(shapes="header")) as lanes:
-        lane = lanes[LANE]
-        if ranks.rank == 0:
-            lane.announce([])
-            lane.announce([torch.empty(2, device="meta")])
-            for size in (2, 5):
-                lane.isend(torch.ones(size)).wait()
-        else:
-            assert [lane.irecv().result().numel() for _ in range(2)] == [2, 5]
-        assert lane.stats.headers == 2
-
-
-@pytest.mark.ranks(2)
 def test_a_long_header_needs_no_more_than_a_short_one(ranks):
     payload = {f"a rather long name for tensor number {n}": torch.full((n,), float(n)) for n in range(100)}
     with open_lanes([LANE], config=config()) as lanes:
@@ -92,34 +59,6 @@ def test_a_long_header_needs_no_more_than_a_short_one(ranks):
                 received = lanes[LANE].irecv().result()
                 assert list(received) == list(payload)
                 assert all(torch.equal(received[name].detach(), payload[name]) for name in payload)
-
-
-@pytest.mark.ranks(2)
-def test_announcing_is_for_shapes_that_vary(ranks):
-    with open_lanes([LANE], config=config()) as lanes:
-        if ranks.rank == 0:
-            with pytest.raises(P2PUsageError, match="shapes='agreed', fixed by its first message"):
-                lanes[LANE].announce([torch.ones(1)])
-
-
-@pytest.mark.ranks(2)
-def test_a_message_in_no_manifest_is_refused_before_it_is_sent(ranks):
-    with open_lanes([LANE], config=config(shapes="manifest")) as lanes:
-        lane = lanes[LANE]
-        if ranks.rank == 0:
-            for _ in range(2):
-                with pytest.raises(P2PUsageError, match="message 0 of lane 0>1.there. is in no manifest"):
-                    lane.isend(torch.ones(2))
-            lane.announce([torch.ones(2)])
-            with pytest.raises(P2PUsageError, match="message 1 of lane 0>1.there. is in no manifest"), lanes.batch():
-                first, _ = lane.isend(torch.zeros(2)), lane.isend(torch.zeros(2))
-            assert first.sequence == -1
-            sent = lane.isend(torch.ones(2))
-            lane.announce([torch.ones(3)])
-            for handle in (sent, lane.isend(torch.ones(3))):
-                handle.wait()
-        else:
-            assert [lane.irecv().result().tolist() for _ in range(2)] == [[1, 1], [1, 1, 1]]
 
 
 def both_are_told(ranks, lane, act, text):
@@ -220,17 +159,19 @@ def test_a_message_of_another_dtype_than_agreed(ranks, standing, sent):
 
 
 @pytest.mark.ranks(2)
-def test_a_sender_that_does_not_keep_to_its_manifest(ranks):
-    with open_lanes([LANE], config=config(shapes="manifest")) as lanes:
+def test_renewals_at_two_messages(ranks):
+    with open_lanes([LANE], config=config()) as lanes:
         lane = lanes[LANE]
-        text = r"message 1 of lane 0>1.there. is float32\[5\], but float32\[3\] was announced to rank 1; announce mess"
+        text = r"rank 1 waits for message 1 of lane 0>1.there., but rank 0 announced message 2; call renew\(\) on both"
         if ranks.rank == 0:
-            lane.announce([torch.ones(2), torch.ones(3)])
             send_all(lane, torch.ones(2))
-            both_are_told(ranks, lane, lambda: lane.isend(torch.ones(5)), text)
+            lane.isend(torch.ones(2))
+            lane.renew()
+            both_are_told(ranks, lane, lane.isend(torch.ones(3)).wait, text)
         else:
             receive_all(lane, None)
-            both_are_told(ranks, lane, lambda: lane.irecv().wait(), text)
+            lane.renew()
+            both_are_told(ranks, lane, lane.irecv().wait, text)
 
 
 @pytest.mark.ranks(2)

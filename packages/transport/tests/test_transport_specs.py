@@ -126,7 +126,7 @@ class TestConfig:
     def test_lengths_that_vary_come_with_headers(self):
         assert P2PConfig().shape_mode == "agreed"
         assert P2PConfig(variable_seq_lengths=True).shape_mode == "header"
-        assert P2PConfig(variable_seq_lengths=True, shapes="manifest").shape_mode == "manifest"
+        assert P2PConfig(variable_seq_lengths=True, shapes="learned").shape_mode == "learned"
 
     def test_takes_any_object_and_what_it_lacks_is_the_default(self):
         theirs = SimpleNamespace(pipeline_dtype=torch.bfloat16, variable_seq_lengths=True, hidden_size=12)
@@ -207,11 +207,11 @@ def signatures(draw):
 
 
 class TestSignature:
-    @given(st.integers(0, 10**6), st.booleans(), st.lists(signatures(), min_size=1, max_size=4))
-    def test_a_header_says_what_it_was_told(self, sequence, standing, messages):
-        found = decode(encode(sequence=sequence, standing=standing, signatures=messages))
-        assert found == (sequence, standing, tuple(messages))
-        assert [one.gradients for one in found[2]] == [one.gradients for one in messages]
+    @given(st.integers(0, 10**6), st.booleans(), signatures())
+    def test_a_header_says_what_it_was_told(self, sequence, standing, message):
+        found = decode(encode(sequence=sequence, standing=standing, signature=message))
+        assert found == (sequence, standing, message)
+        assert found[2].gradients == message.gradients
 
     @given(signatures())
     def test_leaves_count_the_tensors_in_order(self, message):
@@ -245,7 +245,7 @@ class TestAgreement:
         sender, receiver = (ShapeContract(LaneSpec(0, 1), "agreed") for _ in range(2))
         assert receiver.receive() is None
         assert sender.send(one(2), 0)
-        receiver.announce([one(2)], standing=True)
+        receiver.announce(one(2), standing=True)
         for sequence in range(1, 4):
             assert not sender.send(one(2), sequence)
             assert receiver.receive() == one(2)
@@ -263,16 +263,6 @@ class TestAgreement:
         assert sender.send(one(2), 0)
         assert sender.send(one(3), 1)
 
-    def test_a_manifest_is_used_up_in_order(self):
-        sender, receiver = (ShapeContract(LaneSpec(0, 1), "manifest") for _ in range(2))
-        for side in (sender, receiver):
-            side.announce([one(2), one(3)], standing=False)
-        assert sender.outstanding == 2
-        assert not sender.send(one(2), 0)
-        assert receiver.receive() == one(2)
-        with pytest.raises(P2PMismatchError, match="message 1 of lane 0>1 is .*, but .* was announced to rank 1"):
-            sender.send(one(2), 1)
-
     def test_a_step_begins_with_its_own_messages_whatever_the_one_before_has_left(self):
         sender, receiver = (ShapeContract(LaneSpec(0, 1), "learned") for _ in range(2))
         step = StepShapes((one(2), one(3)), 1)
@@ -284,6 +274,14 @@ class TestAgreement:
         sender.begin_step(None, learn=True)
         assert sender.send(one(4), 1)
 
-    def test_a_message_in_no_manifest_is_refused(self):
-        with pytest.raises(P2PUsageError, match=r"message 5 of lane 0>1 is in no manifest; call announce\(\)"):
-            ShapeContract(LaneSpec(0, 1), "manifest").send(one(2), 5)
+    def test_each_message_of_a_known_step_is_checked_before_any_of_its_batch_is_sent(self):
+        plain, marked = TensorSpec("float32", (1,)), TensorSpec("float32", (1,), requires_grad=True)
+        every, first = (Signature(("list", (0, 1)), tensors) for tensors in ((marked, marked), (marked, plain)))
+        sender = ShapeContract(LaneSpec(0, 1), "learned")
+        sender.begin_step(StepShapes((every, first), 1), learn=False)
+        sender.check(every, 0)
+        with pytest.raises(P2PUsageError, match="in message 1 of lane 0>1, .*, tensor 1 requires grad, but was"):
+            sender.check(every, 1, ahead=1)
+        assert not sender.send(every, 0)
+        with pytest.raises(P2PMismatchError, match="message 1 of lane 0>1 is .*, but .* was announced to rank 1"):
+            sender.send(one(2), 1)

@@ -17,9 +17,9 @@ from attrs import define, field
 
 from pipegrid.monitor import Epochs, FencedError, JobFailedError
 from pipegrid.monitor.epochs import epochs as module
+from pipegrid.monitor.epochs import heartbeat as heartbeat_module
 from pipegrid.monitor.epochs import joining as joining_module
-from pipegrid.monitor.epochs import pulse as pulse_module
-from pipegrid.monitor.epochs.ledger import LEFT
+from pipegrid.monitor.epochs.stored_epochs import LEFT
 
 SMALL_STEP = 0.04
 LATER = 100
@@ -283,24 +283,24 @@ class World:
     def run_heartbeat(self, actor):
         process = actor.process
         self.park(lambda: process in self.epochs or process in self.ends)
-        pulse = self.epochs[process]._pulse if process in self.epochs else None
-        while pulse is not None:
-            pulse.beat(self.clock)
-            pulse.look()
+        heartbeat = self.epochs[process]._heartbeat if process in self.epochs else None
+        while heartbeat is not None:
+            heartbeat.send(self.clock)
+            heartbeat.look()
             for dead in sorted(self.crashed):
-                epoch = pulse.epoch
+                epoch = heartbeat.epoch
                 if self.is_member(dead, epoch) and self.random.random() < self.told:
                     self.park(lambda: True)  # the news may be late
-                    pulse.lost(dead % LATER, "its connection closed", epoch)
+                    heartbeat.lost(dead % LATER, "its connection closed", epoch)
             if self.scheduling and self.random.random() < self.accuse:
                 other = self.random.randrange(self.ranks)
                 self.accused.add(other)
-                pulse.lost(other, "a mistake")
+                heartbeat.lost(other, "a mistake")
             late = 0.9 if self.ends.get(process) == "fenced" and self.crashed else 0.0
             if process in self.ends and self.random.random() >= late:  # as `Epochs.close` does
-                pulse.ledger.beats(process % LATER, pulse.incarnation, LEFT)
+                heartbeat.stored.heartbeats(process % LATER, heartbeat.incarnation, LEFT)
                 return
-            self.sleep(pulse.interval)
+            self.sleep(heartbeat.interval)
 
     def make(self, process):
         epochs = Epochs(
@@ -318,7 +318,7 @@ class World:
 
     def run(self):
         """Run all ranks to their ends, or raise."""
-        clocked = module, pulse_module, joining_module
+        clocked = module, heartbeat_module, joining_module
         saved = module.BoundedCalls, module._started
         module.BoundedCalls, module._started = DirectCalls, lambda _: (threading.Event(), threading.current_thread())
         for each in clocked:

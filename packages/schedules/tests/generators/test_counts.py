@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 from attrs import frozen
 from hypothesis import given
@@ -20,6 +18,8 @@ from pipegrid.schedules.megatron.counts import (
     get_tensor_shapes,
 )
 from plan_kit.groups import Group
+
+from ..kit.of_job import OfJob
 
 SMALL = st.integers(1, 8)
 
@@ -63,7 +63,7 @@ def test_an_order_runs_each_chunk_forward_and_backward_once_per_microbatch(m, v,
 def test_warmup_without_chunks_is_the_distance_to_the_last_stage(stages, microbatches):
     for rank in range(stages):
         total, all_warmup, warmup, remaining = get_pp_rank_microbatches(
-            microbatches, 1, None, p2p_communicator=SimpleNamespace(total_stages=stages, current_stage=rank)
+            microbatches, 1, None, p2p_communicator=OfJob(total_stages=stages, current_stage=rank)
         )
         assert (total, warmup) == (microbatches, min(stages - rank - 1, microbatches))
         assert remaining == total - warmup
@@ -71,7 +71,7 @@ def test_warmup_without_chunks_is_the_distance_to_the_last_stage(stages, microba
 
 
 def test_warmup_with_chunks_counts_both_ways_and_the_groups_of_earlier_chunks():
-    place = SimpleNamespace(total_stages=4, current_stage=1)
+    place = OfJob(total_stages=4, current_stage=1)
     assert get_pp_rank_microbatches(16, 2, 4, p2p_communicator=place) == (32, False, 2 * 2 + 4, 24)
     assert get_pp_rank_microbatches(16, 2, 4, overlap_moe_expert_parallel_comm=True, p2p_communicator=place) == (
         32,
@@ -100,7 +100,7 @@ def test_the_plan_of_interleaved_1f1b_is_what_counts_and_table_say(stages, chunk
             table = get_schedule_table(microbatches, chunks, group)
             plan = interleaved_1f1b(stages, microbatches, num_chunks=chunks, group_size=group)
             for rank, held in enumerate(plan.stages_at):
-                place = SimpleNamespace(total_stages=stages, current_stage=rank)
+                place = OfJob(total_stages=stages, current_stage=rank)
                 _, _, warmup, _ = get_pp_rank_microbatches(microbatches, chunks, group, p2p_communicator=place)
                 order = list(plan.actions(rank))
                 assert chunks_of(order, held) == convert_schedule_table_to_order(warmup, chunks, table)
@@ -111,7 +111,7 @@ def test_the_plan_of_interleaved_1f1b_is_what_counts_and_table_say(stages, chunk
 @given(st.integers(2, 6), st.integers(1, 20))
 def test_the_plan_of_1f1b_warms_up_as_the_counts_say(stages, microbatches):
     for rank in range(stages):
-        place = SimpleNamespace(total_stages=stages, current_stage=rank)
+        place = OfJob(total_stages=stages, current_stage=rank)
         _, _, warmup, _ = get_pp_rank_microbatches(microbatches, 1, None, p2p_communicator=place)
         table = get_schedule_table(microbatches, 1, stages)
         order = list(one_f_one_b(stages, microbatches).actions(rank))
@@ -127,16 +127,14 @@ def test_the_plan_of_forwards_alone_is_the_table(stages, microbatches, chunks):
 
 def test_forward_only_is_all_warmup_and_one_stage_has_none():
     assert get_pp_rank_microbatches(
-        6, 2, 4, forward_only=True, p2p_communicator=SimpleNamespace(total_stages=4, current_stage=1)
+        6, 2, 4, forward_only=True, p2p_communicator=OfJob(total_stages=4, current_stage=1)
     ) == (12, True, 12, 0)
     assert get_pp_rank_microbatches(6, 1, None) == (6, False, 0, 6)
 
 
 def test_a_graph_of_modules_warms_up_by_its_distance_to_the_loss():
-    class Placed:
-        total_stages, current_stage, distance_to_sink = 5, 0, 2
-
-    assert get_pp_rank_microbatches(8, 1, None, p2p_communicator=Placed())[2] == 2
+    place = OfJob(total_stages=5, current_stage=0, distance_to_sink=2)
+    assert get_pp_rank_microbatches(8, 1, None, p2p_communicator=place)[2] == 2
 
 
 BAD_COUNTS = [0, -3, "2", 2.0, None, True]
@@ -163,7 +161,7 @@ def test_sizes_are_integers_of_at_least_one(bad):
 
 @pytest.mark.parametrize("bad", [size for size in BAD_COUNTS if size is not None])
 def test_a_group_without_microbatches_is_not_taken_for_none_given(bad):
-    place = SimpleNamespace(total_stages=2, current_stage=0)
+    place = OfJob(total_stages=2, current_stage=0)
     with pytest.raises(StepArgumentError, match=f"^microbatch_group_size_per_vp_stage is {bad!r}; it must be an"):
         get_pp_rank_microbatches(4, 2, bad, p2p_communicator=place)
     assert get_pp_rank_microbatches(4, 2, None, p2p_communicator=place) == (8, False, 4, 4)

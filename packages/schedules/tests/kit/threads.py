@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_map_only
 from monitor_kit.threads import DEADLINE, in_threads
 from pipegrid.core.edge import Direction, Edge
 from pipegrid.schedules.runtime import PipelineRuntime
+from pipegrid.transport import Communicator, JobTopology
 
 SENT = SimpleNamespace(wait=lambda timeout=None: None, is_completed=lambda: True)
 """The handle of a message in a queue: there is nothing to wait for."""
@@ -136,8 +137,8 @@ class Network:
         return made
 
 
-@define
-class MemoryCommunicator:
+@define(eq=False)
+class MemoryCommunicator(Communicator):
     """One position's end of the network; with ``graph`` and ``stages`` it serves a graph of modules."""
 
     network: Network
@@ -146,6 +147,16 @@ class MemoryCommunicator:
     graph: object = None
     stages: tuple[int, ...] = ()
     virtual_pipeline_model_parallel_size: int | None = None
+
+    @property
+    def job(self):
+        return JobTopology(
+            total_stages=self.total_stages,
+            current_stage=self.current_stage,
+            graph=self.graph,
+            stages=self.stages,
+            num_chunks=self.virtual_pipeline_model_parallel_size,
+        )
 
     def isend(self, payload, *, edge, direction):
         with self.network.lock:

@@ -16,6 +16,7 @@ from pipegrid.plans.generators import multi_module_1f1b
 from pipegrid.schedules.errors import StageOutputError
 from pipegrid.schedules.megatron.config import PipelineConfig
 from pipegrid.schedules.megatron.shapes import AnnouncedShapes
+from pipegrid.schedules.megatron.step import infos_of
 from pipegrid.schedules.megatron.step_functions import (
     StepArgumentError,
     forward_backward_no_pipelining,
@@ -143,6 +144,13 @@ def test_forward_only_returns_the_infos_and_leaves_no_gradient(network):
     assert network.messages == 2 * 5
 
 
+def test_infos_are_in_order_of_microbatches_in_whichever_order_a_plan_runs_them():
+    """As where routes bring units of another replica between those of this one; slices of a unit stay in order."""
+    first, second = ([(2, "d"), (0, "a"), (1, "b"), (1, "c")], [(1, "f"), (0, "e")])
+    stages = {stage: SimpleNamespace(infos=infos) for stage, infos in enumerate((first, second))}
+    assert infos_of(SimpleNamespace(stages=stages)) == list("abcdef")
+
+
 def test_a_step_sends_one_message_per_hop_and_microbatch(network):
     run(Case(ModuleGraph({"model": 4}), 6), network)
     assert network.messages == 3 * 6 * 2
@@ -258,7 +266,7 @@ def test_a_stage_of_a_chain_that_returns_none_is_named_before_the_next_stage_rea
 
 def test_bad_arguments_are_named(network):
     communicator = network.communicator(2, 0)
-    with pytest.raises(StepArgumentError, match="p2p_communicator is None, without"):
+    with pytest.raises(StepArgumentError, match="p2p_communicator is None; it must be a Communicator"):
         refused()
     with pytest.raises(StepArgumentError, match="config.hidden_size is None; it must be"):
         refused(p2p_communicator=communicator, adjust_tensor_shapes_fn=lambda r, s: (r, s))

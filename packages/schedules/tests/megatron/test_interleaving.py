@@ -236,7 +236,7 @@ def refused(network, *, config=None, **changes):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"p2p_communicator": None}, "p2p_communicator is None, without"),
+        ({"p2p_communicator": None}, "p2p_communicator is None; it must be a Communicator"),
         ({"adjust_tensor_shapes_fn": print}, "config.hidden_size is None; it must"),
         ({"model": nn.Linear(1, 1)}, "model is Linear.*; interleaving takes a list of at least two chunks"),
         ({"model": [nn.Linear(1, 1)]}, "model is a list of 1; interleaving takes"),

@@ -32,6 +32,7 @@ from pipegrid.schedules.runtime import PipelineError
 from pipegrid.topology import HyperCommGrid
 from pipegrid.transport import P2PCommunicator
 
+from ..kit.of_job import OfJob
 from ..kit.sliced_transformer import (
     LENGTHS,
     TOKENS,
@@ -161,7 +162,7 @@ def one_rank_step(model=None, *, mean=True, forward_only=False, **options):
         data_iterator=sliced(batches(2, TOKENS), LENGTHS[3]),
         model=model,
         num_microbatches=2,
-        p2p_communicator=SimpleNamespace(total_stages=1, current_stage=0),
+        p2p_communicator=OfJob(total_stages=1, current_stage=0),
         forward_only=forward_only,
     )
     return model, infos

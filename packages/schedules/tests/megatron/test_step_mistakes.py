@@ -29,6 +29,7 @@ from pipegrid.topology import MultiModuleProcessGroupCollection, ProcessGroupCol
 from pipegrid.transport import P2PUsageError
 
 from ..kit.models import call
+from ..kit.of_job import OfJob
 
 
 class Model(nn.Linear):
@@ -61,7 +62,7 @@ def interleaved(**options):
     given = {
         "model": [Model(), Model()],
         "data_iterator": [batches(), batches()],
-        "p2p_communicator": SimpleNamespace(total_stages=2, current_stage=0),
+        "p2p_communicator": OfJob(total_stages=2, current_stage=0),
     }
     return step(function=forward_backward_pipelining_with_interleaving, **given | options)
 
@@ -85,7 +86,7 @@ BEFORE = {
         r"forward_step_func is .*as f\(data_iterator, model\): missing a required argument: 'args'",
     ),
     "a pipeline without its function": (
-        lambda: step(p2p_communicator=SimpleNamespace(total_stages=2, current_stage=0)),
+        lambda: step(p2p_communicator=OfJob(total_stages=2, current_stage=0)),
         "p2p_communicator has 2 stages; pp_size=2 gives the function for them",
     ),
     "no microbatches": (lambda: step(num_microbatches=0), "num_microbatches is 0; it must be an integer of at least 1"),
@@ -105,11 +106,11 @@ BEFORE = {
     ),
     "no communicator": (
         pipelined,
-        "p2p_communicator is None, without .* pass P2PCommunicator",
+        "p2p_communicator is None; it must be a Communicator .* pass P2PCommunicator",
     ),
     "a name for a communicator": (
         lambda: pipelined(p2p_communicator="nccl"),
-        "p2p_communicator is 'nccl', without the numbers total_stages and current_stage",
+        "p2p_communicator is 'nccl'; it must be a Communicator whose job has stages",
     ),
     "one model interleaved": (
         lambda: interleaved(model=Model()),
@@ -316,4 +317,4 @@ def test_force_all_reduce_reaches_the_finalizer_or_is_true_already():
         step(model=Sharding(2, 2), force_all_reduce=True)
 
 
-ALONE = SimpleNamespace(total_stages=1, current_stage=0)
+ALONE = OfJob(total_stages=1, current_stage=0)

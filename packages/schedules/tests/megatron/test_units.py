@@ -31,11 +31,11 @@ from pipegrid.schedules import (
 from pipegrid.schedules.megatron.units.agreement import merged
 from pipegrid.schedules.megatron.units.numbers import StageUnits, planned_routes, units_per_replica
 from pipegrid.schedules.megatron.units.replica import replica_of, require_equal_routes
-from pipegrid.transport.adapted import AdaptedCommunicator
 from pipegrid.transport.job import JobTopology
 from plan_kit.groups import Group, Groups
 
 from ..kit.models import Part, call, forward_step, in_one_process, microbatch
+from ..kit.of_job import OfJob
 
 
 @frozen
@@ -163,7 +163,7 @@ def test_routes_of_one_replica_are_those_of_each():
 
 def step(groups, routes, number=2, job=None):
     """What `replica_of` reads of the arguments of a call."""
-    communicator = job and AdaptedCommunicator(SimpleNamespace(job=job))
+    communicator = job and OfJob(job)
     return SimpleNamespace(pg_collection=groups, routes=routes, num_microbatches=number, p2p_communicator=communicator)
 
 
@@ -245,7 +245,7 @@ def test_the_number_of_microbatches_is_that_of_this_replica():
 
 @pytest.mark.parametrize("dims", [None, {"model": {"dp": 4, "cp": 2, "pp": 1}}])
 def test_gradients_are_divided_by_the_replicas_of_the_data_and_summed_over_the_living(dims):
-    communicator = AdaptedCommunicator(SimpleNamespace(job=JobTopology(total_stages=1, dims=dims)))
+    communicator = OfJob(total_stages=1, dims=dims)
 
     def policy(dp, replicas, model=None):
         return gradient_policy(

@@ -23,7 +23,7 @@ from pipegrid.schedules import (
     lower,
     one_f_one_b,
 )
-from pipegrid.transport import P2PCommunicator, P2PConfig, streams
+from pipegrid.transport import Communicator, P2PCommunicator, P2PConfig, streams
 from pipegrid.transport.collectives.waiting import device_collectives
 
 from ..kit.stages import Scale, raising
@@ -56,7 +56,7 @@ def store():
     stoppable.released.set()
 
 
-class Lanes:
+class Lanes(Communicator):
     """A communicator without messages, which notes that it was ended."""
 
     def __init__(self, seconds=0.0):

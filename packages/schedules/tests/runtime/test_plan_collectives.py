@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 from attrs import evolve
 
@@ -15,14 +13,19 @@ from pipegrid.plans.passes.lowering import lower
 from pipegrid.plans.plan import Action, ActionKind
 from pipegrid.plans.verify import default_creation, verify
 from pipegrid.schedules.runtime.preflight import require_runnable
-from pipegrid.transport.adapted import as_communicator
 from plan_kit.collectives import BRIDGE, COLOCATED
 
-MESSAGES = {"isend": print, "irecv": print, "batch": print}
+from ..kit.of_job import Sending
+
+
+class Exchanging(Sending):
+    """It says that it exchanges, too."""
+
+    exchanges = True
 
 
 def able(*edges):
-    return as_communicator(SimpleNamespace(collective=print, collective_edges=edges, **MESSAGES))
+    return Exchanging(collective_edges=edges)
 
 
 @pytest.mark.parametrize("lanes", ["separate", "shared"])
@@ -49,8 +52,8 @@ def test_messages_where_ranks_are_shared_are_refused():
 
 def test_a_communicator_without_collectives_is_refused():
     plan = lower(COLOCATED, collectives={BRIDGE: "bridge"})
-    with pytest.raises(StepArgumentError, match=r"has 0COLLECTIVE0>1@bridge.*namespace\(.*without collective"):
-        require_runnable(plan, 0, as_communicator(SimpleNamespace(**MESSAGES)), ())
+    with pytest.raises(StepArgumentError, match=r"has 0COLLECTIVE0>1@bridge.*Sending.*without collective"):
+        require_runnable(plan, 0, Sending(), ())
 
 
 def test_a_collective_stands_alone_and_moves_something():
@@ -66,9 +69,9 @@ def test_plan_and_communicator_agree_on_the_edges_that_carry_gradients():
     graph = ModuleGraph({"enc": 1, "llm": 1, "gen": 1}, {"enc": ["llm", "gen"], "llm": ["gen"]})
     trained = lower(multi_module_1f1b(graph, 2))
     frozen = lower(multi_module_1f1b(graph, 2, forward_only=["enc"]))
-    every = as_communicator(SimpleNamespace(forward_edges=(), **MESSAGES))
-    one = as_communicator(SimpleNamespace(forward_edges=(Edge(0, 2),), **MESSAGES))
-    both = as_communicator(SimpleNamespace(forward_edges=(Edge(0, 1), Edge(0, 2)), **MESSAGES))
+    every = Sending(forward_edges=())
+    one = Sending(forward_edges=(Edge(0, 2),))
+    both = Sending(forward_edges=(Edge(0, 1), Edge(0, 2)))
     require_runnable(trained, 0, every, ())
     require_runnable(frozen, 0, both, ())
     require_runnable(lower(multi_module_1f1b(graph, 2, forward_only=graph.order)), 0, every, ())

@@ -202,7 +202,7 @@ def test_arguments_are_looked_at_when_the_runtime_is_made(arguments, text):
 
 
 def test_messages_need_a_communicator():
-    with pytest.raises(StepArgumentError, match="position 0 has 0SEND_F0>1, and communicator is None, without isend"):
+    with pytest.raises(StepArgumentError, match="position 0 has 0SEND_F0>1, and communicator is None, without port"):
         PipelineRuntime(PAIR, {0: last(weight)}, None)
 
 

@@ -28,7 +28,6 @@ from pipegrid.schedules import (
 from pipegrid.schedules.runtime.stages.edge_queues import RecvQueue, SendQueue
 from pipegrid.schedules.runtime.stages.shared_calls import LentQueue, SharedCalls, SummedQueue
 from pipegrid.transport import Communicator, Direction, Edge, Verbs
-from pipegrid.transport.adapted import as_communicator
 from plan_kit.plans import examples, in_halves
 from plan_kit.routed_plans import random_routed
 
@@ -241,8 +240,8 @@ def sums(values, order, calls=None):
     queue = SendQueue(
         Edge(0, 1),
         Direction.BACKWARD,
-        as_communicator(None),
-        local=RecvQueue(Edge(0, 1), Direction.BACKWARD, as_communicator(None), local=True),
+        Communicator(),
+        local=RecvQueue(Edge(0, 1), Direction.BACKWARD, Communicator(), local=True),
     )
     summed = SummedQueue(queue, SharedCalls(calls or dict.fromkeys(values, 0)))
     for piece in order:

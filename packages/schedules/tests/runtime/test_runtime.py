@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from attrs import define
+from attrs import define, evolve
 
 from pipegrid.core.edge import Edge
 from pipegrid.core.errors import StepArgumentError
@@ -26,6 +26,7 @@ from pipegrid.timeline.sources import timeline
 from pipegrid.timeline.timeline import TimelineError
 from pipegrid.transport import streams
 
+from ..kit.of_job import OfJob
 from ..kit.stages import Scale, expected_gradients, raising, scales
 from ..kit.threads import MemoryCommunicator, in_threads
 
@@ -248,7 +249,9 @@ def test_a_proof_for_other_lanes_than_the_communicators_is_made_anew(network):
     proof = verify(lower(one_f_one_b(2, 2)))
 
     class Shared(MemoryCommunicator):
-        config = SimpleNamespace(communicators="shared")
+        @property
+        def job(self):
+            return evolve(super().job, lanes="shared")
 
     communicator = Shared(network, 2, 1)
     stage = SimpleNamespace(forward=lambda microbatch, inputs: Forwarded({}, inputs.popitem()[1].sum()))
@@ -289,7 +292,8 @@ def test_the_host_is_at_most_four_microbatches_ahead_of_a_device_with_streams(na
         return Forwarded({edge: y for edge in edges if edge.source == stage}, y if stage == len(edges) else None)
 
     stages = {stage: SimpleNamespace(forward=partial(forward, stage)) for stage in range(plan.num_stages)}
-    communicator = SimpleNamespace(device=torch.device("cpu"))
+    communicator = OfJob()
+    communicator.device = torch.device("cpu")
     getattr(PipelineRuntime(plan, stages, communicator), verb)()
     assert device.recorded == 12, "one event per microbatch"
     assert device.most == 4

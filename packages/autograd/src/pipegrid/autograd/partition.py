@@ -26,7 +26,7 @@ _NOWHERE = -1  # the target of an edge without a node
 _APART = -2  # in place of an owner: the roots off the input path
 
 
-class Outline(NamedTuple):
+class GraphOutline(NamedTuple):
     """A graph without its nodes, which are numbered in the order in which they are found.
 
     Attributes:
@@ -60,7 +60,7 @@ class Owner:
 
 
 @frozen
-class Whole:
+class WholeNode:
     """A node that runs whole at I.
 
     Attributes:
@@ -110,7 +110,7 @@ class Division:
 
     input_path: tuple[int, ...]
     owners: tuple[Owner, ...]
-    whole: tuple[Whole, ...]
+    whole: tuple[WholeNode, ...]
     arrivals: tuple[tuple[int, int], ...]
     levels: tuple[Level, ...]
     reruns: bool
@@ -122,7 +122,7 @@ class Division:
     apart_at_i: bool
 
 
-def outline_of(roots: Sequence[GradientEdge], inputs: Iterable[torch.Tensor]) -> tuple[list[Node], Outline]:
+def outline_of(roots: Sequence[GradientEdge], inputs: Iterable[torch.Tensor]) -> tuple[list[Node], GraphOutline]:
     """The nodes above ``roots``, and their pattern; ``inputs`` are leaves that require grad, used or not."""
     identities = {id(tensor) for tensor in inputs}
     numbers = {node: number for number, node in enumerate(dict.fromkeys(root.node for root in roots))}
@@ -149,11 +149,11 @@ def outline_of(roots: Sequence[GradientEdge], inputs: Iterable[torch.Tensor]) ->
             below.append((place, output))
         edges.append(tuple(below))
     starts = tuple((numbers[root.node], root.output_nr) for root in roots)
-    return nodes, Outline(tuple(map(type, nodes)), tuple(edges), starts, tuple(found))
+    return nodes, GraphOutline(tuple(map(type, nodes)), tuple(edges), starts, tuple(found))
 
 
 @lru_cache(maxsize=_DIVISIONS_KEPT)
-def divide(outline: Outline) -> Division:
+def divide(outline: GraphOutline) -> Division:
     """Divide a graph into its input path, which leads to the inputs, and what the input path's nodes own."""
     heights = _heights(outline)
     path = tuple(node for node, height in heights.items() if height)
@@ -183,7 +183,7 @@ def divide(outline: Outline) -> Division:
     waiting = {owner.node for owner in owners}
     names = [kind.__name__ for kind in outline.kinds]
     whole = tuple(
-        Whole(node, tuple(entries[node]), node in custom, names[node] == SPLIT_REGION and node not in sharing)
+        WholeNode(node, tuple(entries[node]), node in custom, names[node] == SPLIT_REGION and node not in sharing)
         for node in entries
         if node not in waiting
     )
@@ -220,7 +220,7 @@ def input_path_of(roots: Sequence[GradientEdge], inputs: Iterable[torch.Tensor])
     return [nodes[number] for number in divide(outline).input_path]
 
 
-def _heights(outline: Outline) -> dict[int, int]:
+def _heights(outline: GraphOutline) -> dict[int, int]:
     """The height of each node, children first: nodes on the longest path to an input, 0 where none is reached."""
     inputs = set(outline.inputs)
     heights: dict[int, int] = {}
@@ -240,7 +240,7 @@ def _heights(outline: Outline) -> dict[int, int]:
     return heights
 
 
-def _claims(outline: Outline, entries: dict[int, list[int]]) -> tuple[dict[int, list[int]], set[int]]:
+def _claims(outline: GraphOutline, entries: dict[int, list[int]]) -> tuple[dict[int, list[int]], set[int]]:
     """The sinks behind the entries of each owner, and the owners that share a node with another owner."""
     claimed: dict[int, int] = {}
     sinks: dict[int, list[int]] = {}

@@ -37,7 +37,7 @@ def keep_recomputed(node: Node) -> None:
     """
     for saved in _saved(node):
         if isinstance(saved.data, checkpoint._Holder):  # noqa: SLF001
-            saved.data.handles = _Kept(saved.data.handles)
+            saved.data.handles = _Handles(saved.data.handles)
 
 
 def saved_tensors(node: Node) -> Iterator[tuple[Any, torch.Tensor]]:
@@ -60,7 +60,7 @@ _CHECKED = {"_raw_saved_tensors": "saved_tensors"}
 """The name by which a Python function's tensors are read and checked; others lose their ``_raw``."""
 
 
-class _Kept(dict[Any, Any]):
+class _Handles(dict[Any, Any]):
     """The handles by which a recomputed tensor is found: never given up."""
 
     def __setitem__(self, group: Any, handle: Any) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal
 import torch.distributed as dist
 
 from pipegrid.checkpoint import loading
-from pipegrid.checkpoint.job import Job
+from pipegrid.checkpoint.job import CheckpointRanks
 from pipegrid.checkpoint.last_save import Pending, finish_at_exit
 from pipegrid.checkpoint.loading import LoadedCheckpoint
 from pipegrid.checkpoint.saving import Saver
@@ -73,7 +73,9 @@ class Checkpoints:
         self.directory = Path(directory)
         self.keep: int = checked(keep, Count, "keep", CheckpointError)
         checked(replicas, Literal["equal", "first"], "replicas", CheckpointError)
-        self._job = Job(group, timeout, checked(deadline, Seconds | None, "deadline", CheckpointError), monitor)
+        self._job = CheckpointRanks(
+            group, timeout, checked(deadline, Seconds | None, "deadline", CheckpointError), monitor
+        )
         self._saver = Saver(self._job, self.directory, keep=self.keep, replicas=replicas)
         self._snapshots: Snapshots | None = None
         self._pending = Pending()

@@ -29,7 +29,7 @@ _T = TypeVar("_T")
 _ERRORS = {kind.__name__: kind for kind in (CheckpointError, CheckpointMismatchError, CorruptCheckpointError)}
 
 
-class Job:
+class CheckpointRanks:
     """The ranks that save together, over a gloo group of theirs; a process without a process group is a job of one.
 
     Args:

@@ -11,7 +11,7 @@ import torch
 from attrs import frozen
 
 from pipegrid.checkpoint.errors import CheckpointMismatchError
-from pipegrid.checkpoint.job import Job
+from pipegrid.checkpoint.job import CheckpointRanks
 from pipegrid.checkpoint.saving import PLAN
 from pipegrid.checkpoint.state import optimizers
 from pipegrid.checkpoint.state.names import StateTensors, TrainingState, stages_of
@@ -56,7 +56,7 @@ class LoadedCheckpoint:
     skipped: tuple[str, ...]
 
 
-def load(job: Job, directory: Path, state: TrainingState, step: int | None) -> LoadedCheckpoint | None:
+def load(job: CheckpointRanks, directory: Path, state: TrainingState, step: int | None) -> LoadedCheckpoint | None:
     """Load the checkpoint of ``step``, or the newest valid one, into ``state``; None without one."""
     job.require_equal("nothing is loaded", {"the step": step})
     names = job.first("nothing is loaded", lambda: [(one.step, one.path.name) for one in folder.named_in(directory)])
@@ -84,7 +84,7 @@ def load(job: Job, directory: Path, state: TrainingState, step: int | None) -> L
     return None
 
 
-def verified(job: Job, path: Path) -> Manifest:
+def verified(job: CheckpointRanks, path: Path) -> Manifest:
     """The manifest of a checkpoint, all of whose bytes are as saved; each is read by one rank.
 
     Raises:
@@ -101,7 +101,9 @@ def verified(job: Job, path: Path) -> Manifest:
     return job.each(f"{path.name} is not loaded", verify)
 
 
-def _fill(job: Job, state: TrainingState, path: Path, found: Manifest, skipped: tuple[str, ...]) -> LoadedCheckpoint:
+def _fill(
+    job: CheckpointRanks, state: TrainingState, path: Path, found: Manifest, skipped: tuple[str, ...]
+) -> LoadedCheckpoint:
     what = f"{path.name} is not loaded"
     own, groups, plan = job.each(what, lambda: _fitting(state, path, found))
     tables = job.tables(what, own.held)

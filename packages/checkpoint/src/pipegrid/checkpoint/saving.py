@@ -12,7 +12,7 @@ from typing import Literal
 import cattrs
 from attrs import evolve
 
-from pipegrid.checkpoint.job import Job, reached
+from pipegrid.checkpoint.job import CheckpointRanks, reached
 from pipegrid.checkpoint.state import optimizers
 from pipegrid.checkpoint.state.snapshot import Snapshot
 from pipegrid.checkpoint.stored import dcp, folder, manifest
@@ -27,7 +27,9 @@ _SEEN_WITHIN = 10.0  # seconds until a new folder of a shared file system is see
 class Saver:
     """Writes checkpoints of a job into a directory."""
 
-    def __init__(self, job: Job, directory: Path, *, keep: int, replicas: Literal["equal", "first"]) -> None:
+    def __init__(
+        self, job: CheckpointRanks, directory: Path, *, keep: int, replicas: Literal["equal", "first"]
+    ) -> None:
         self._job, self._directory, self._keep, self._replicas = job, directory, keep, replicas
         self._agreed: list[int] = []
 

@@ -16,13 +16,11 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 
-def lazy_names(
-    package: str, public: list[str], further: Mapping[str, str] | None = None
-) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+def lazy_names(package: str, public: list[str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """``__getattr__`` and ``__dir__`` of ``package``, for the names that its `TYPE_CHECKING` block imports.
 
     Where torch is not installed, the lazy names leave ``public`` (the package's ``__all__``), so
@@ -31,10 +29,8 @@ def lazy_names(
     Args:
         package: its name.
         public: its ``__all__``; changed in place.
-        further: names that the block does not have, to the module inside of ``package`` that defines each.
     """
     modules = _imports_for_types(package)
-    modules |= {name: f"{package}.{module}" for name, module in (further or {}).items()}
     if importlib.util.find_spec("torch") is None:
         public[:] = [name for name in public if name not in modules]
 

@@ -24,8 +24,8 @@ from pathlib import Path
 from torch import Tensor
 
 from pipegrid.fake_nccl.capture import FakeGraph
-from pipegrid.fake_nccl.entries import Entry, LaunchRecord, Mark, MismatchError, Moment, TransferRecord, What
-from pipegrid.fake_nccl.flight_recorder import FlightRecorder
+from pipegrid.fake_nccl.entries import LaunchRecord, Mark, MismatchError, Moment, QueueEntry, TransferRecord, What
+from pipegrid.fake_nccl.flight_recorder import FakeFlightRecorder
 from pipegrid.fake_nccl.frees import Frees
 from pipegrid.fake_nccl.lines import Lines
 from pipegrid.fake_nccl.rules import LegacyRules, Nccl2Rules
@@ -96,7 +96,7 @@ class FakeDevice:
         self.drains_at_compute = False
         self.graph: FakeGraph | None = None
         self.history: list[LaunchRecord | Mark] = []
-        self.recorder = FlightRecorder()
+        self.recorder = FakeFlightRecorder()
         self._numbers = itertools.count()
         self.timeline: list[Moment] = []
         self.violations: list[str] = []
@@ -111,7 +111,7 @@ class FakeDevice:
         self._marked: list[tuple[str, VirtualStream, Clock]] = []
         self._group_streams: dict[str, VirtualStream] = {}
         self._lock = self.streams.lock
-        self._open: defaultdict[str, list[Entry]] = defaultdict(list)
+        self._open: defaultdict[str, list[QueueEntry]] = defaultdict(list)
         self._lines = Lines(self._lock, self._play, self._starts, self._ends, self._ended)
         self._cuts: dict[str, Callable[[], None]] = {}
         self._closed = threading.Event()
@@ -168,7 +168,7 @@ class FakeDevice:
         *,
         reads: Sequence[Tensor] = (),
         writes: Sequence[Tensor] = (),
-    ) -> Entry:
+    ) -> QueueEntry:
         """Append an entry to the group's stream, after the work of the current virtual stream."""
         with self._lock:
             launch = LaunchRecord(next(self._numbers), group, kind, operations, threading.get_ident())
@@ -180,9 +180,9 @@ class FakeDevice:
                 self.graph.record(
                     lambda: self.launch(group, kind, operations, run, timeout, reads=reads, writes=writes)
                 )
-                return Entry(launch, run, timeout, clock, stream, signal=DONE, captured=True)
+                return QueueEntry(launch, run, timeout, clock, stream, signal=DONE, captured=True)
             after, kept = self.streams.here(here), [*reads, *writes]
-            entry = Entry(launch, run, timeout, clock, stream, after, kept)
+            entry = QueueEntry(launch, run, timeout, clock, stream, after, kept)
             self.streams.order(stream, clock, entry.signal)
             self.history.append(launch)
             self._note("launched", launch)
@@ -191,7 +191,7 @@ class FakeDevice:
             self._lines.append(self._line(group), entry)
         return entry
 
-    def order(self, entry: Entry, *, relies: bool = True) -> None:
+    def order(self, entry: QueueEntry, *, relies: bool = True) -> None:
         """Order the current stream after an entry, which keeps its tensors no longer: it ``relies`` on the order."""
         with self._lock:
             if relies:
@@ -241,7 +241,7 @@ class FakeDevice:
             self.recorder.forget()
             self._marked.clear()
 
-    def unfinished(self, group: str | None = None) -> list[Entry]:
+    def unfinished(self, group: str | None = None) -> list[QueueEntry]:
         """Launched entries that have not ended, of one group or all, in launch order."""
         with self._lock:
             entries = [
@@ -286,14 +286,14 @@ class FakeDevice:
     def _note(self, what: What, of: LaunchRecord | Mark) -> None:
         self.timeline.append(Moment(what, of))
 
-    def _cancel_all(self, entries: Sequence[Entry], groups: Iterable[str], error: Exception) -> None:
+    def _cancel_all(self, entries: Sequence[QueueEntry], groups: Iterable[str], error: Exception) -> None:
         for entry in entries:
             self._cancel(entry, error)
         for group in groups:
             self._cuts[group]()
         self.drain()
 
-    def _cancel(self, entry: Entry, error: Exception) -> None:
+    def _cancel(self, entry: QueueEntry, error: Exception) -> None:
         """End an entry with ``error``, whatever it waits for."""
         entry.cancel(error)
         self._lines.advance(self._line(entry.launch.group))
@@ -301,21 +301,21 @@ class FakeDevice:
     def _line(self, group: str) -> str:
         return "serial" if self.serial else group
 
-    def _starts(self, entry: Entry) -> None:
+    def _starts(self, entry: QueueEntry) -> None:
         self._note("started", entry.launch)
 
-    def _ends(self, entry: Entry) -> None:
+    def _ends(self, entry: QueueEntry) -> None:
         self._open[entry.launch.group].remove(entry)
         self._note("ended", entry.launch)
 
-    def _ended(self, entry: Entry) -> None:
+    def _ended(self, entry: QueueEntry) -> None:
         entry.end()
         if self.streams.late is not None:
             self.streams.late.player.end(entry.signal)
         else:
             entry.signal.end()
 
-    def _play(self, entry: Entry) -> None:
+    def _play(self, entry: QueueEntry) -> None:
         if entry.cancelled.is_set():
             return
         try:
@@ -333,7 +333,7 @@ class FakeDevice:
         while not self._closed.wait(_WATCHDOG_SECONDS):
             self.watchdog.look()
 
-    def _end_old(self, entry: Entry, error: Exception) -> None:
+    def _end_old(self, entry: QueueEntry, error: Exception) -> None:
         self._cancel(entry, error)
         self._cuts[entry.launch.group]()
 

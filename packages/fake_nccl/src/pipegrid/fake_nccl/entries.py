@@ -100,7 +100,7 @@ class Moment:
 
 
 @define(eq=False)
-class Entry:
+class QueueEntry:
     """One entry on its stream.
 
     Attributes:

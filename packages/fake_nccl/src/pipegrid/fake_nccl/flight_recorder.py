@@ -40,7 +40,7 @@ class _Told:
 
 
 @define(eq=False)
-class FlightRecorder:
+class FakeFlightRecorder:
     """The data of a device's dumps beside its launch records.
 
     Attributes:

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 
 from attrs import define, field
 
-from pipegrid.fake_nccl.entries import Entry
+from pipegrid.fake_nccl.entries import QueueEntry
 
 _MOST_VIOLATIONS = 20
 
@@ -28,7 +28,7 @@ class Frees:
         violations: the list to which broken rules are added.
     """
 
-    unfinished: Callable[[str | None], Sequence[Entry]]
+    unfinished: Callable[[str | None], Sequence[QueueEntry]]
     violations: list[str]
     _aborted: set[str] = field(factory=set, init=False)  # groups whose abort has begun
     _draining: list[str] = field(factory=list, init=False)  # those whose abort has not returned

@@ -10,16 +10,16 @@ from typing import Any
 
 from attrs import define, field
 
-from pipegrid.fake_nccl.entries import Entry
+from pipegrid.fake_nccl.entries import QueueEntry
 
 
 @define(eq=False)
 class _StreamQueue:
     """The entries of one stream: those that wait, the one under way, and the queue of the thread that plays it."""
 
-    waiting: deque[Entry] = field(factory=deque)
-    playing: Entry | None = None
-    thread: queue.SimpleQueue[Entry | None] = field(factory=queue.SimpleQueue)
+    waiting: deque[QueueEntry] = field(factory=deque)
+    playing: QueueEntry | None = None
+    thread: queue.SimpleQueue[QueueEntry | None] = field(factory=queue.SimpleQueue)
 
 
 @define(eq=False)
@@ -35,10 +35,10 @@ class Lines:
     """
 
     lock: Any
-    play: Callable[[Entry], None]
-    starts: Callable[[Entry], None]
-    ends: Callable[[Entry], None]
-    ended: Callable[[Entry], None]
+    play: Callable[[QueueEntry], None]
+    starts: Callable[[QueueEntry], None]
+    ends: Callable[[QueueEntry], None]
+    ended: Callable[[QueueEntry], None]
     _lines: dict[str, _StreamQueue] = field(factory=dict, init=False)
     _threads: list[threading.Thread] = field(factory=list, init=False)
 
@@ -54,7 +54,7 @@ class Lines:
         self._threads.append(threading.Thread(target=target, args=arguments, name=name, daemon=True))
         self._threads[-1].start()
 
-    def append(self, name: str, entry: Entry) -> None:
+    def append(self, name: str, entry: QueueEntry) -> None:
         """Put an entry last on a stream, to start when the work before it has ended; under the lock."""
         self._lines[name].waiting.append(entry)
         entry.after.when_done(lambda: self.advance(name))

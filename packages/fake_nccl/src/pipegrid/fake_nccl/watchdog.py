@@ -16,7 +16,7 @@ from typing import Any
 
 from attrs import define, field
 
-from pipegrid.fake_nccl.entries import Entry
+from pipegrid.fake_nccl.entries import QueueEntry
 from pipegrid.fake_nccl.rules import LegacyRules
 
 DUMP_KEY = "exception_dump"
@@ -37,9 +37,9 @@ class Watchdog:
         store: of the job, below all prefixes; None where the monitor has none to look into.
     """
 
-    unfinished: Callable[[], Sequence[Entry]]
+    unfinished: Callable[[], Sequence[QueueEntry]]
     is_aborted: Callable[[str], bool]
-    end: Callable[[Entry, Exception], None]
+    end: Callable[[QueueEntry, Exception], None]
     violations: list[str]
     rules: LegacyRules | None
     store: Any = None
@@ -62,7 +62,7 @@ class Watchdog:
             self._end_process(now, self.rules)
             self._monitor(now, self.rules)
 
-    def note(self, entry: Entry) -> None:
+    def note(self, entry: QueueEntry) -> None:
         """Note an entry that has failed by itself."""
         if self.rules is not None and self.rules.handling:
             self._failed.setdefault(entry.launch.group, (time.monotonic(), str(entry)))

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import torch
 
 
-class Mark(Protocol):
+class DeviceEvent(Protocol):
     """A point in a device's work."""
 
     def query(self) -> bool:
@@ -24,8 +24,8 @@ def progress_of(device: torch.device) -> DeviceProgress | None:
     """The progress of a device; None where its work is done when a call returns."""
     from pipegrid.transport import streams  # torch: the rest of the monitor works without
 
-    def mark() -> Mark:
-        event: Mark
+    def mark() -> DeviceEvent:
+        event: DeviceEvent
         (event,) = streams.mark(device)
         return event
 
@@ -38,9 +38,9 @@ class DeviceProgress:
     One thread runs actions, another asks: a deque's ends may be used from both without a lock.
     """
 
-    def __init__(self, mark: Callable[[], Mark]) -> None:
+    def __init__(self, mark: Callable[[], DeviceEvent]) -> None:
         self._mark = mark
-        self._open: deque[tuple[object, Mark]] = deque()
+        self._open: deque[tuple[object, DeviceEvent]] = deque()
 
     def before(self, action: object) -> None:
         """Do nothing: marks are made after actions."""

@@ -27,7 +27,7 @@ from pipegrid.monitor.control import (
     where_all_stand,
 )
 from pipegrid.monitor.device_progress import progress_of
-from pipegrid.monitor.heard import BEAT_SECONDS, Heard
+from pipegrid.monitor.last_seen import HEARTBEAT_SECONDS, LastSeen
 from pipegrid.topology.addresses import server_of
 from pipegrid.topology.bounded_calls import BoundedCalls
 from pipegrid.transport.collectives.waiting import NotDone, device_collectives, finish, host_collectives
@@ -177,7 +177,7 @@ class Monitor:
         # For looks and for a failing rank: a store that is silent delays neither.
         brief = bounded_store(store, self._calls, min(_BRIEF_SECONDS, patience), stuck=_STUCK_SECONDS)
         self._brief = Control(brief, rank, everyone)
-        self._heard = Heard(self._brief, server_of(store))
+        self._last_seen = LastSeen(self._brief, server_of(store))
         self._watched: _Watched | None = None
         self._failure: Failure | None = None
         self._untold = False  # whether the store does not have it yet
@@ -213,7 +213,7 @@ class Monitor:
         self._steps += 1
         try:
             if self._failure is None and not self._threads:
-                self._heard.introduce()
+                self._last_seen.introduce()
             if self._failure is None and what in self._agreed:
                 self._announce(self._steps, what)
             elif self._failure is None:
@@ -276,8 +276,8 @@ class Monitor:
 
     def _unanswered(self, error: Exception) -> str:
         """Describe that the store has not answered, or that its host is out of reach if that is another one."""
-        self._heard.unanswered()
-        return self._heard.silence() or silent(error)
+        self._last_seen.unanswered()
+        return self._last_seen.silence() or silent(error)
 
     def failed(self, text: str) -> Report:
         """Record that this rank has failed, end its transfers, and report the job's first failure.
@@ -353,17 +353,8 @@ class Monitor:
         """Wait as `wait` does for a collective of ``group`` (None: the default one); return its failure, if any.
 
         Where its tensors are on a device with streams, the host waits as well if ``host``, or if nothing watches the
-        device's progress.
-
-        Args:
-            work: as for `wait`.
-            group: of the collective.
-            what: as for `wait`.
-            on_device: as for `wait`.
-            host: hold the host in any case.
-            deadline: of a monitor without one.
-            look: called several times a second while the host waits.
-            absent: once the deadline has passed, which ranks have not joined, in words.
+        device's progress: meanwhile it calls ``look`` several times a second. Past the deadline (``deadline``, of a
+        monitor without one) ``absent`` names the ranks that have not joined, in words.
 
         Raises:
             JobFailedError: another rank failed first, or the deadline passed.
@@ -425,14 +416,14 @@ class Monitor:
             self._fail(watched, self._record(self._late(stood, place, watched.deadline)))
         elif ask:
             try:
-                if place != watched.published or now - watched.published_at > BEAT_SECONDS:
+                if place != watched.published or now - watched.published_at > HEARTBEAT_SECONDS:
                     self._brief.publish(place)
                     watched.published, watched.published_at = place, now
                 failure = self._brief.failure()
-                self._heard.answered()
-                self._heard.listen(stood if place != "between steps" else 0.0, watched.deadline)
+                self._last_seen.answered()
+                self._last_seen.listen(stood if place != "between steps" else 0.0, watched.deadline)
             except RuntimeError:
-                self._heard.unanswered()
+                self._last_seen.unanswered()
                 return  # neighbours notice the death of its process, and deadlines hold without the store
             if failure is not None:
                 self._fail(watched, failure)
@@ -473,7 +464,7 @@ class Monitor:
 
     def _late(self, stood: float, place: str, deadline: float, absent: Callable[[], str] = str) -> str:
         text = f"rank {self.rank} has been at {place} for {stood:.3g} s; the deadline is {deadline:.3g} s"
-        silence = self._heard.silence()
+        silence = self._last_seen.silence()
         return f"{silence} ({text})" if silence else f"{text}: {absent() or 'look at what it waits for'}"
 
     def _busy(self, watched: _Watched) -> bool:

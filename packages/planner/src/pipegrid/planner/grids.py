@@ -13,7 +13,7 @@ from pipegrid.topology.grid import Grid
 
 
 @frozen
-class Part:
+class GridPart:
     """A module on a grid of ``tp`` x ``cp`` x ``dp`` x ``pp`` ranks, the first dim varying fastest."""
 
     module: str
@@ -41,7 +41,7 @@ class Part:
 class Arrangement:
     """A grid for each module, in the order of the graph: each on ranks of its own, or all on those of the last."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[GridPart, ...]
     colocated: bool = False
 
     @property
@@ -74,7 +74,7 @@ def _sizes(most: int) -> list[int]:
     )
 
 
-def _parts_of(job: Job, module: ModuleCosts, gpus: int) -> Iterator[Part]:
+def _parts_of(job: Job, module: ModuleCosts, gpus: int) -> Iterator[GridPart]:
     """The grids of ``module`` with at most ``gpus`` ranks; its dp divides the global batch."""
     depth = len(module.each)
     batch = job.global_batch
@@ -82,7 +82,7 @@ def _parts_of(job: Job, module: ModuleCosts, gpus: int) -> Iterator[Part]:
     pps = [pp for pp in module.pp or _sizes(min(depth, gpus)) if pp <= depth]
     for tp, cp, dp, pp in itertools.product(module.tp, module.cp, dps, pps):
         if tp * cp * dp * pp <= gpus:
-            yield Part(module.name, tp, cp, dp, pp)
+            yield GridPart(module.name, tp, cp, dp, pp)
 
 
 def arrangements(job: Job, gpus: int) -> Iterator[Arrangement]:
@@ -101,7 +101,7 @@ def arrangements(job: Job, gpus: int) -> Iterator[Arrangement]:
                 yield Arrangement((*chosen, main), colocated=True)
 
 
-def _within(parts: list[list[Part]], gpus: int) -> Iterator[tuple[Part, ...]]:
+def _within(parts: list[list[GridPart]], gpus: int) -> Iterator[tuple[GridPart, ...]]:
     if not parts:
         yield ()
         return

@@ -14,7 +14,7 @@ from itertools import accumulate, pairwise
 from attrs import frozen
 
 from pipegrid.layout import LayerMemory, LayoutInfeasibleError, PipelineParallelLayerLayout, balance
-from pipegrid.planner.grids import Arrangement, Part
+from pipegrid.planner.grids import Arrangement, GridPart
 from pipegrid.planner.job import Job, ModuleCosts, Network
 
 Times = tuple[float, float, float]
@@ -29,7 +29,7 @@ class StageCosts:
     number on a rank.
     """
 
-    part: Part
+    part: GridPart
     times: Times
     activations: float
     parameters: float
@@ -96,7 +96,9 @@ class CostModel:
         costs = [sum(times) for times in self.layer_times(name, tp, cp)]
         return balance(costs, stages, layers=self.job.module(name).kinds).layout
 
-    def _layout_within(self, part: Part, limit: float, peaks: tuple[int, ...]) -> PipelineParallelLayerLayout | None:
+    def _layout_within(
+        self, part: GridPart, limit: float, peaks: tuple[int, ...]
+    ) -> PipelineParallelLayerLayout | None:
         """The best layout of a stage for each pp rank, of at most ``limit`` bytes with ``peaks`` samples of a rank.
 
         None: no layout keeps the limit.
@@ -115,7 +117,7 @@ class CostModel:
         except LayoutInfeasibleError:
             return None
 
-    def _stages(self, part: Part, layout: PipelineParallelLayerLayout) -> tuple[StageCosts, ...]:
+    def _stages(self, part: GridPart, layout: PipelineParallelLayerLayout) -> tuple[StageCosts, ...]:
         module, times = self.job.module(part.module), self.layer_times(part.module, part.tp, part.cp)
         ends = accumulate((len(stage) for stage in layout.stages), initial=0)
         stages = []
@@ -127,7 +129,7 @@ class CostModel:
             stages.append(StageCosts(part, (forward, inputs, weights), activations, parameters))
         return tuple(stages)
 
-    def parameter_bytes(self, part: Part) -> tuple[float, float, float]:
+    def parameter_bytes(self, part: GridPart) -> tuple[float, float, float]:
         """Bytes of a parameter, its gradient and its optimizer states on a rank of ``part``."""
         training, module = self.job.training, self.job.module(part.module)
         if module.frozen:

@@ -18,7 +18,7 @@ from attrs import define, evolve, field, frozen
 from pipegrid.core.fields import Count, checked_arguments, instance
 from pipegrid.planner.choice import Candidate, Choice, in_flight
 from pipegrid.planner.errors import JobError, NoFitError
-from pipegrid.planner.grids import Arrangement, Part, arrangements
+from pipegrid.planner.grids import Arrangement, GridPart, arrangements
 from pipegrid.planner.job import GivenBytes, Job
 from pipegrid.planner.model import CostModel
 from pipegrid.planner.stages import PlacedGraph, Shape
@@ -153,7 +153,7 @@ class _JobSearch:
                 shapes[places] = Shape(self.model, arrangement, places)
             yield from (Candidate(shapes[places], schedule, size) for size in sizes)
 
-    def _schedules(self, main: Part) -> Iterator[tuple[str, tuple[int, ...]]]:
+    def _schedules(self, main: GridPart) -> Iterator[tuple[str, tuple[int, ...]]]:
         """The schedules of the module with the loss, and the places of its stages."""
         training = self.job.training
         allowed = set(training.schedules)

@@ -10,7 +10,7 @@ from attrs import field, frozen
 from pipegrid.core.edge import Edge
 from pipegrid.core.graph import ModuleGraph
 from pipegrid.layout import PipelineParallelLayerLayout
-from pipegrid.planner.grids import Arrangement, Part
+from pipegrid.planner.grids import Arrangement, GridPart
 from pipegrid.planner.job import Job
 from pipegrid.planner.model import CostModel, StageCosts, Times, bandwidth
 from pipegrid.plans.plan import stages_on
@@ -40,7 +40,7 @@ def placed_graph(
     graph = ModuleGraph([(name, len(places)) for name, places in modules], edges)
     depths = [max(places) + 1 for _, places in modules]
     parts = [
-        Part(name, 1, 1, depths[-1] // pp if colocated else 1, pp)
+        GridPart(name, 1, 1, depths[-1] // pp if colocated else 1, pp)
         for (name, _), pp in zip(modules, depths, strict=True)
     ]
     placement = positions_of(graph, Arrangement(tuple(parts), colocated).grids, dict(modules)).placement
@@ -72,7 +72,7 @@ class Shape:
         return self.model.job
 
     @property
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[GridPart, ...]:
         """The modules on their grids, in the order of the graph."""
         return self.arrangement.parts
 

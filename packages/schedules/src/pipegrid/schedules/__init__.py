@@ -53,17 +53,37 @@ if TYPE_CHECKING:
         unscale_gradients_ as unscale_gradients_,
         zero_main_grads,
     )
+    from pipegrid.schedules.errors import (
+        DataEndedError as DataEndedError,
+        GradientError as GradientError,
+        StageOutputError as StageOutputError,
+        StepArgumentError as StepArgumentError,
+    )
     from pipegrid.schedules.megatron import (
         WithLoss as WithLoss,
         agree_on_routes as agree_on_routes,
+        backward_step as backward_step,
+        check_first_val_step as check_first_val_step,
+        convert_schedule_table_to_order as convert_schedule_table_to_order,
+        custom_backward as custom_backward,
+        deallocate_output_tensor as deallocate_output_tensor,
+        describe_steps as describe_steps,
         forward_backward_no_pipelining,
         forward_backward_pipelining_with_interleaving,
         forward_backward_pipelining_without_interleaving,
         forward_backward_with_schedule as forward_backward_with_schedule,
+        forward_step as forward_step,
+        forward_step_calc_loss as forward_step_calc_loss,
         get_forward_backward_func,
+        get_pp_rank_microbatches as get_pp_rank_microbatches,
+        get_schedule_table as get_schedule_table,
+        get_tensor_shapes as get_tensor_shapes,
+        set_current_microbatch as set_current_microbatch,
     )
     from pipegrid.schedules.runtime import (
         Forwarded,
+        Hook as Hook,
+        MessageHook as MessageHook,
         PipelineError,
         PipelineRuntime,
         ProfilerRanges as ProfilerRanges,
@@ -73,8 +93,10 @@ if TYPE_CHECKING:
         UnitTimes as UnitTimes,
         exchange_tokens as exchange_tokens,
         hand_over as hand_over,
+        position_of as position_of,
         warm_up,
     )
+    from pipegrid.schedules.torch_runtime import torch_schedule as torch_schedule
 
 __all__ = [
     "SCHEDULES",
@@ -120,18 +142,4 @@ __all__ = [
     "zero_main_grads",
 ]
 
-_LAZY = {
-    "errors": "DataEndedError GradientError StageOutputError StepArgumentError",
-    "megatron": "WithLoss agree_on_routes backward_step check_first_val_step convert_schedule_table_to_order "
-    "custom_backward deallocate_output_tensor describe_steps forward_backward_no_pipelining "
-    "forward_backward_pipelining_with_interleaving forward_backward_pipelining_without_interleaving "
-    "forward_backward_with_schedule forward_step forward_step_calc_loss get_forward_backward_func "
-    "get_pp_rank_microbatches get_schedule_table get_tensor_shapes set_current_microbatch",
-    "runtime": "Forwarded Hook MessageHook PipelineError PipelineRuntime ProfilerRanges Slice Stage TakeTurns "
-    "UnitTimes exchange_tokens hand_over position_of warm_up",
-    "torch_runtime": "torch_schedule",
-}
-
-__getattr__, __dir__ = lazy_names(
-    __name__, __all__, {name: folder for folder, names in _LAZY.items() for name in names.split()}
-)
+__getattr__, __dir__ = lazy_names(__name__, __all__)

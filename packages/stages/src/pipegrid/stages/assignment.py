@@ -1,4 +1,4 @@
-"""Which stage holds each layer and each parameter of a model, and which rank has it. The same on every rank."""
+"""The assignment of a model's layers and parameters to stages, and of these to ranks. The same on every rank."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Tie:
 
 
 def names_of_ties(ties: Iterable[Tie], stage: int) -> dict[str, str]:
-    """By its name on ``stage``, the name of each tied parameter in the whole model."""
+    """The name of each tied parameter in the whole model, by its name on ``stage``."""
     return {own: tie.name for tie in ties for at, own in zip(tie.stages, tie.names, strict=True) if at == stage}
 
 

@@ -25,5 +25,5 @@ class CorruptCheckpointError(CheckpointError):
 
 
 def few(texts: Sequence[str], most: int = 3) -> list[str]:
-    """For the text of an error: the first ``most``, and how many more there are."""
+    """The first ``most`` texts, and how many more there are, for an error."""
     return [*texts[:most], *([f"and {len(texts) - most} more"] if len(texts) > most else [])]

@@ -1,4 +1,4 @@
-"""How a forward begins and ends on a stage, and what is sent between stages."""
+"""The begin and the end of a forward on a stage, and the payload between stages."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from torch import Tensor, nn
 from pipegrid.stages.assignment import Assignment
 from pipegrid.stages.calls import PIXELS, accepted_by, without_cache
 from pipegrid.stages.errors import CutError
-from pipegrid.stages.shell import Leave, Run, first_tensor
-from pipegrid.stages.torch_compat import blank, first_parameter, tensors_in, tree_map_only
+from pipegrid.stages.skeleton import Leave, StageRun, first_tensor
+from pipegrid.stages.torch_compat import first_parameter, nan_like, tensors_in, tree_map_only
 
 _STATES = ("hidden_states", "attentions")
 """Outputs with an entry for each layer, of which a stage has those of its own layers."""
 _TOGETHER = "cut the model such that all that it uses together is on one stage"
 
 
-class Flow:
-    """What is sent between stages, and how a forward begins and ends on a stage.
+class StageFlow:
+    """The payload between stages, and the begin and the end of a forward on a stage.
 
     With one list of layers, a stage sends what its last layer returned; also with several, where the forward takes no
     ``encoder_outputs``. With an encoder and a decoder, stages send that inside the encoder; the encoder's output at its
@@ -43,7 +43,7 @@ class Flow:
         # The last layer, until its first forward:
         self.leaves = whole.get_submodule(held[-1]) if held and not self.last else None
 
-    def run(self, run: Run, received: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, run: StageRun, received: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the model's forward over the parts of the stage."""
         if self.empty:
             return received
@@ -94,7 +94,7 @@ class Flow:
         for name, entries in list(result.items()) if isinstance(result, Mapping) and not self.encoders else ():
             if name in _STATES and 0 < len(entries) <= self.after - self.before + 1:
                 first = first_tensor(entries)
-                result[name] = (blank(first, first.device),) * self.before + tuple(entries)
+                result[name] = (nan_like(first, first.device),) * self.before + tuple(entries)
         return result
 
     def _device(self, given: Any) -> torch.device:
@@ -107,7 +107,7 @@ class Flow:
         return device
 
     def _hidden_of(self, received: Any) -> Any:
-        """What the layer before has returned; inside the decoder, the encoder's output travels with it."""
+        """The result of the layer before; inside the decoder, the encoder's output travels with it."""
         return received[0] if self.encoders and self.before > self.encoders else received
 
     def _encoded_of(self, received: Any) -> Any:
@@ -116,7 +116,7 @@ class Flow:
             return None
         return received if self.before == self.encoders else received[1]
 
-    def _begin(self, run: Run, received: Any, kwargs: dict[str, Any]) -> None:
+    def _begin(self, run: StageRun, received: Any, kwargs: dict[str, Any]) -> None:
         """Replace inputs that parts of earlier stages read; past the encoder, give the encoder's output.
 
         The ids stay, for what the model's own code reads in them; the embedding on another stage returns a stand-in.
@@ -136,13 +136,13 @@ class Flow:
                 kwargs[f"{prefix}input_ids"] = ids
                 kwargs.pop(f"{prefix}inputs_embeds", None)
             else:
-                kwargs[f"{prefix}inputs_embeds"] = run.blank(self.embedded(received))
+                kwargs[f"{prefix}inputs_embeds"] = run.stand_in(self.embedded(received))
 
     def embedded(self, received: Any) -> Tensor:
         """A stand-in for the result of the embedding, of a stage that has no ids."""
         hidden = first_tensor(self._hidden_of(received))
         like = hidden.new_empty(()).expand(*hidden.shape[:-1], _width(self.whole) or hidden.shape[-1])
-        return blank(like, hidden.device)
+        return nan_like(like, hidden.device)
 
 
 def _once(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:

@@ -28,7 +28,7 @@ def capture(device: torch.device | None = None) -> States:
 
 
 def capture_torch(device: torch.device | None = None) -> States:
-    """Those of torch alone: on the host and on the device."""
+    """The states of torch alone: on the host and on the device."""
     states: States = {"torch": torch.default_generator.get_state()}
     if device is None and torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         device = torch.device("cuda", torch.cuda.current_device())

@@ -1,4 +1,4 @@
-"""What code keeps on the host between and beside tensors, saved and set back.
+"""State that code keeps on the host between and beside tensors, saved and set back.
 
 A rank has a process of its own, and with it its own copy of everything that Python shares: class attributes, globals,
 objects that layers hold together, generators, iterators. Where a model and its stages run in one process, one after
@@ -40,7 +40,7 @@ _State = tuple[Callable[[], _Contents], Callable[[Any], None]]  # reads a copy o
 
 
 class HostState:
-    """What the code of ``roots``, models or functions that make them, can reach on the host, as it is now.
+    """The state on the host that the code of ``roots``, models or functions that make them, can reach now.
 
     An iterator that Python cannot copy, such as a running generator function, is replaced by one that gives
     the same values and can be copied.
@@ -53,7 +53,7 @@ class HostState:
     def __init__(self, *roots: Any, only: type = object) -> None:
         self._seen: dict[int, Any] = {}
         self._saved: list[tuple[_State, _Contents]] = []
-        self._unread: dict[int, Any] = {}  # a copy of each iterator
+        self._copies: dict[int, Any] = {}  # a copy of each iterator
         self._replaced: dict[int, Any] = {}
         models = [module for root in roots if isinstance(root, nn.Module) for module in root.modules()]
         self._files = {type(module).__module__ for module in models}
@@ -73,16 +73,16 @@ class HostState:
         fresh: dict[int, Any] = {}
 
         def of(value: Any) -> Any:
-            if id(value) not in self._unread:
+            if id(value) not in self._copies:
                 return value
-            return fresh.setdefault(id(value), copied_iterator(self._unread[id(value)]))
+            return fresh.setdefault(id(value), copied_iterator(self._copies[id(value)]))
 
         for (_, write), contents in self._saved:
-            write(_mapped(of, contents) if self._unread else contents)
+            write(_mapped(of, contents) if self._copies else contents)
 
     def changed(self) -> bool:
         """Whether anything is not as it was; what holds iterators always is."""
-        return bool(self._unread) or any(not _are_same(contents, read()) for (read, _), contents in self._saved)
+        return bool(self._copies) or any(not _are_same(contents, read()) for (read, _), contents in self._saved)
 
     def _save(self, state: _State) -> _Contents:
         read, write = state
@@ -98,13 +98,13 @@ class HostState:
         if not _is_iterator(value):
             return value
         if id(value) not in self._replaced:
-            made, unread = value, copied_iterator(value)
-            if unread is None:
+            made, again = value, copied_iterator(value)
+            if again is None:
                 made = itertools.tee(value, 1)[0]
-                unread = copy.copy(made)
+                again = copy.copy(made)
             self._seen[id(value)], self._seen[id(made)] = value, made
             self._replaced[id(value)] = self._replaced[id(made)] = made
-            self._unread[id(made)] = unread
+            self._copies[id(made)] = again
         return self._replaced[id(value)]
 
     def _is_followed(self, module: str | None) -> bool:
@@ -114,7 +114,7 @@ class HostState:
         return module in self._files or module in _PLAIN or not _is_installed(module)
 
     def _states(self, value: Any) -> Iterator[_State]:
-        """What of an object can change."""
+        """The parts of an object that can change."""
         kind = type(value)
         if (
             not _is_opaque(kind.__module__)
@@ -156,14 +156,14 @@ class HostState:
                 yield lambda name=name: (getattr(value, name, _MISSING),), functools.partial(_set_slot, value, name)  # type: ignore[misc]
 
     def _globals(self, namespace: dict[str, Any], names: frozenset[str]) -> Iterator[_State]:
-        """What ``names`` are in a Python module."""
+        """The values of ``names`` in a Python module."""
         yield (
             lambda: {name: namespace.get(name, _MISSING) for name in names},
             functools.partial(_set_names, namespace),
         )
 
     def _imported(self, namespace: dict[str, Any], names: frozenset[str]) -> Iterator[_State]:
-        """What ``names`` are in the Python modules that have one of these names."""
+        """The values of ``names`` in the Python modules that have one of these names."""
         for name in names & namespace.keys():
             module = namespace[name]
             if isinstance(module, types.ModuleType) and self._is_followed(module.__name__):
@@ -171,7 +171,7 @@ class HostState:
                 yield from self._globals(vars(module), inner)
 
     def _beside(self, value: Any) -> Iterable[Any]:
-        """What is reached through an object besides what it can change."""
+        """Objects that are reached through one besides those that it can change."""
         kind = type(value)
         if isinstance(value, type):
             return value.__mro__[1:] if self._is_followed(value.__module__) else ()

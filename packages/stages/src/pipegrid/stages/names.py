@@ -1,4 +1,4 @@
-"""Where the parts of a model are: dotted names of its layers, of what runs before them and of what runs after."""
+"""Dotted names of the parts of a model: its layers, the modules that run before them, and those that run after."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ class Skips:
 
 
 @define(eq=False)
-class Carrier:
+class SkipCarrier:
     """Takes and gives the values of one stage, in one forward after the other.
 
     Attributes:
@@ -148,25 +148,25 @@ class Carrier:
             self.whole.get_submodule(part).register_forward_hook(partial(self._returned, part))
 
     def place_of(self, value: Value) -> tuple[dict[str, Any], str, nn.Module | None]:
-        """Where the model's own code finds a parameter: a table and its key; and the stand-in that has it."""
+        """The table and the key by which the model's own code finds a parameter; and the stand-in that has it."""
         *path, key = value.part.split(".")
-        module, foreign = self.whole, None
+        module, placeholder = self.whole, None
         for name in path:
             module = module._modules[name]  # type: ignore[assignment]  # noqa: SLF001 -- `get_submodule` reads attributes
             if "ghost" in vars(module):
-                foreign, module = foreign or module, vars(module)["ghost"]
+                placeholder, module = placeholder or module, vars(module)["ghost"]
         table: dict[str, Any] = module._parameters if key in module._parameters else module._buffers  # noqa: SLF001
-        return table, key, foreign
+        return table, key, placeholder
 
     def _put(self, value: Value) -> None:
         """Have the model's own code find a parameter that came, until the end of the forward."""
-        table, key, foreign = self.place_of(value)
+        table, key, placeholder = self.place_of(value)
         tensor = self.values[value]
         if table[key] is not tensor:
             self._tables.append((table, key, table[key]))
             table[key] = tensor
-        if foreign is not None:
-            self.real.add(str(foreign.name))
+        if placeholder is not None:
+            self.real.add(str(placeholder.name))
 
     def _own_parameter(self, value: Value) -> Tensor:
         parameter = self.whole.get_parameter(value.part)

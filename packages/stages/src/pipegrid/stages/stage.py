@@ -17,17 +17,17 @@ from pipegrid.core.skips import skips_among
 from pipegrid.stages.assignment import Assignment, Tie
 from pipegrid.stages.calls import by_name
 from pipegrid.stages.errors import CutError
-from pipegrid.stages.flow import Flow
+from pipegrid.stages.flow import StageFlow
 from pipegrid.stages.proof import Proofs, without
 from pipegrid.stages.proof.boundaries import size
-from pipegrid.stages.shell import Needs, Run, first_tensor, shell_of
-from pipegrid.stages.skips import Carrier, edges_of
+from pipegrid.stages.skeleton import Needs, StageRun, first_tensor, skeleton_of
+from pipegrid.stages.skips import SkipCarrier, edges_of
 from pipegrid.stages.slicing.slices import forward_of_slice, require_slices
 from pipegrid.stages.tested_versions import say_untested_versions
 from pipegrid.stages.torch_compat import adopt, tree_map_only
 
 if TYPE_CHECKING:
-    from pipegrid.stages.slicing.part import Slice
+    from pipegrid.stages.slicing.part import SequenceSlice
 
 
 Compile = Literal["whole", "split"]
@@ -43,7 +43,7 @@ class Stage(nn.Module):
     Attributes:
         number: of the stage in the layout.
         placement: the pp rank of each stage of the layout, where `pipeline_stage` was given the grid.
-        whole: the model's tree with foreign parts replaced.
+        whole: the model's tree with parts of other stages replaced.
         ties: the parameters of the model that are on several stages, of this one or not.
         config: read by the step functions; with ``check`` True, the first forward of stage 0 compares the stages, with
             None one whose cut is not proved.
@@ -78,8 +78,8 @@ class Stage(nn.Module):
     ) -> None:
         super().__init__()
         say_untested_versions()  # once in a process: generate() runs stages that were made here
-        self._run = Run(needs=Needs(writes=assignment.num_stages > 1))
-        whole = shell_of(model, assignment, number, self._run)
+        self._run = StageRun(needs=Needs(writes=assignment.num_stages > 1))
+        whole = skeleton_of(model, assignment, number, self._run)
         self.__dict__["whole"] = whole  # no submodule: parameters keep their names
         adopt(self, whole)
         self.number, self.module, self.config = number, module, config
@@ -87,10 +87,10 @@ class Stage(nn.Module):
         self.received: Any = None
         self.kv_caches: Sequence[Any] | None = None
         self.current_microbatch = 0
-        self.current_slice: Slice | None = None
+        self.current_slice: SequenceSlice | None = None
         self._output, self.assignment, self.proofs, self._check = output, assignment, proofs, check
-        self._flow = Flow(whole, assignment, number)
-        self._carrier = Carrier(whole, number, range(assignment.num_stages) if placement is None else placement)
+        self._flow = StageFlow(whole, assignment, number)
+        self._carrier = SkipCarrier(whole, number, range(assignment.num_stages) if placement is None else placement)
         self._run.real, self._run.given = self._carrier.real, self._carrier.given
         self._sends = output is not None or not self.is_last
         self._carry = (carry,) if isinstance(carry, str) else tuple(carry)
@@ -196,7 +196,7 @@ class Stage(nn.Module):
         self._carrier.arrived = arrived
 
     def take_skips(self) -> dict[Edge, list[torch.Tensor]]:
-        """What leaves along edges, after a forward: for the next stage beside the hidden states, or past it.
+        """The tensors that leave along edges after a forward: for the next stage beside the hidden states, or past it.
 
         Raises:
             CutError: values came that the call of this stage has no use for.
@@ -216,7 +216,7 @@ class Stage(nn.Module):
             self._carrier.end()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the whole model returns, on the last stage; the hidden states before.
+        """The output of the whole model, on the last stage; the hidden states before.
 
         Arguments are those of the whole model.
         """
@@ -272,7 +272,7 @@ class Stage(nn.Module):
         return self._sent(result, carried) if self._sends else result
 
     def _comparison(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Callable[[], None] | None:
-        """What compares a call in numbers, of a stage whose config asks for it or leaves it open."""
+        """A comparison of the call in numbers, of a stage whose config asks for it or leaves it open."""
         check, asked = self._check, getattr(self.config, "check", None)
         if check is None or asked is False or (asked is None and not (self.training and check.can_make)):
             return None
@@ -287,7 +287,7 @@ class Stage(nn.Module):
         return kwargs.get(name)
 
     def _stand_in(self, received: Any, kwargs: Mapping[str, Any]) -> torch.Tensor | None:
-        """What stands for the result of the embedding, of a stage whose rank has no ids."""
+        """A stand-in for the result of the embedding, of a stage whose rank has no ids."""
         if kwargs.get("input_ids") is not None or kwargs.get("inputs_embeds") is not None:
             return None
         return self._flow.embedded(received)
@@ -329,7 +329,7 @@ class Stage(nn.Module):
         return {name: value for name, value in inputs.items() if name in self._flow.accepted}
 
     def _tokens(self, received: Any, kwargs: Mapping[str, Any]) -> torch.Tensor:
-        """What has the batch and the tokens of a forward as its first two axes: hidden states or ids."""
+        """The tensor with the batch and the tokens of a forward as its first two axes: hidden states or ids."""
         hidden = kwargs.get("inputs_embeds") if received is None else first_tensor(received)
         return kwargs["input_ids"] if hidden is None else hidden
 

@@ -42,7 +42,7 @@ def on_meta(tensor: Tensor) -> Tensor:
     return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
-def blank(like: Tensor, device: torch.device) -> Tensor:
+def nan_like(like: Tensor, device: torch.device) -> Tensor:
     """A tensor of the same shape and dtype that takes no memory; a use of its values shows as NaN."""
     value = math.nan if like.is_floating_point() else 0
     return torch.full((), value, dtype=like.dtype, device=device).expand(like.shape)
@@ -161,7 +161,7 @@ def children_of(part: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def first_parameter(model: nn.Module) -> tuple[dict[str, Any], str] | None:
-    """Where the first parameter of a tree is, which another may replace: the table of its module, and its key."""
+    """The place of a tree's first parameter, where another may replace it: the table of its module, and its key."""
     tables = (module._parameters for module in model.modules())  # noqa: SLF001 -- has no public name
     return next(((table, key) for table in tables for key, found in table.items() if found is not None), None)
 

@@ -23,7 +23,7 @@ _PLACES = ("grad", "main_grad")
 
 
 @frozen(eq=False)
-class _Kept:
+class _KeptTensor:
     """A gradient of a parameter or a buffer of a module: the attribute ``place`` of ``holder``.
 
     Attributes:
@@ -37,7 +37,7 @@ class _Kept:
     value: torch.Tensor | None
 
     @classmethod
-    def of(cls, holder: Any, place: str, into: torch.Tensor | None = None) -> _Kept:
+    def of(cls, holder: Any, place: str, into: torch.Tensor | None = None) -> _KeptTensor:
         tensor: torch.Tensor | None = getattr(holder, place)
         return cls(holder, place, tensor, _copy(tensor, into))
 
@@ -83,9 +83,9 @@ class KeptState:
 
     def __init__(self, modules: Modules) -> None:
         self._modules = modules
-        self._gradients: list[_Kept] = []
+        self._gradients: list[_KeptTensor] = []
         self._seen: list[_Seen] = []
-        self._buffers: list[_Kept] = []  # in every run: torch's count of writes leaves out those of a batch norm
+        self._buffers: list[_KeptTensor] = []  # in every run: torch's count of writes leaves out those of a batch norm
         self._sums: list[tuple[TieMark, bool]] = []
         self._scales: list[tuple[LossScaler, LossScale, int]] = []
         self._states: States = {}
@@ -95,7 +95,7 @@ class KeptState:
         """Keep the state as it is now; without ``gradients``, `restore` leaves those alone: see `require_unwritten`."""
         parameters = [parameter for _, parameter in parameters_of(self._modules)]
         held = [(parameter, place) for parameter in parameters for place in _PLACES if hasattr(parameter, place)]
-        self._gradients = [_Kept.of(*each) for each in held] if gradients else []
+        self._gradients = [_KeptTensor.of(*each) for each in held] if gradients else []
         self._seen = [] if gradients else [_Seen.of(*each) for each in held]
         marks: list[Any] = [getattr(parameter, "tied", None) for parameter in parameters]
         self._sums = [(mark, mark.summed) for mark in marks if isinstance(mark, TieMark)]
@@ -104,7 +104,7 @@ class KeptState:
         self._scales = [(one, one.state, one.skipped) for one in scalers.values() if isinstance(one, LossScaler)]
         values = {id(kept.tensor): kept.value for kept in self._buffers}
         self._buffers = [
-            _Kept.of(module, name, values.get(id(buffer)))
+            _KeptTensor.of(module, name, values.get(id(buffer)))
             for _, stage in named_modules(self._modules)
             for module in stage.modules()
             for name, buffer in module._buffers.items()  # noqa: SLF001 -- torch has no list with entries that are None

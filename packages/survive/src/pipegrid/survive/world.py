@@ -43,7 +43,7 @@ _MEASURED: Final = 10  # steps
 _GROUPS = ("tp", "cp", "dp", "dp_cp", "tp_cp", "tp_dp_cp")
 
 
-def _paced(routes: Routes, plan: Plan, speeds: Mapping[Actor, float]) -> Routes:
+def _by_speed(routes: Routes, plan: Plan, speeds: Mapping[Actor, float]) -> Routes:
     return reroute(routes, speeds=speeds, plan=plan) if speeds else routes
 
 
@@ -70,7 +70,7 @@ class PipelineWorld:
     communicator: LaneCommunicator
     _checkpoints: Checkpoints | None = field(alias="checkpoints")
     _schedule: Callable[[Routes], Plan] = field(alias="schedule")
-    _paced: Callable[[Mapping[Actor, float]], Routes] = field(alias="paced")
+    _by_speed: Callable[[Mapping[Actor, float]], Routes] = field(alias="by_speed")
     _times: UnitTimes | None = field(alias="times")
     _made: list[dist.ProcessGroup] = field(alias="made")
     _timeout: timedelta = field(alias="timeout")
@@ -119,7 +119,7 @@ class PipelineWorld:
         if self._steps % _MEASURED:
             return ()
         slow = self._times.slow(self.job_group)
-        routes = self._paced(measured_speeds(slow))
+        routes = self._by_speed(measured_speeds(slow))
         if routes != self.routes:
             self.routes = routes
             self.__dict__.pop("proof", None)
@@ -234,7 +234,7 @@ class PipelineJob:
             self.grid.create_places("pp")
         routes = self.routes or Routes.identity(living.replicas, self.plan.num_microbatches)
         routes = reroute(routes, living.dead, plan=self.plan) if living.dead else routes
-        paced = partial(_paced, routes, self.plan)
+        by_speed = partial(_by_speed, routes, self.plan)
         specs = self._specs(living, rank, epoch.number)
         made = create_groups({*specs.values()}, timeout=timedelta(seconds=self.timeout))
         job_group = made[specs["", "job"]]
@@ -249,13 +249,13 @@ class PipelineJob:
             epoch=epoch.number,
             living=living,
             actor=living.actor(rank),
-            routes=paced(self.speeds) if isinstance(self.speeds, Mapping) else routes,
+            routes=by_speed(self.speeds) if isinstance(self.speeds, Mapping) else routes,
             groups=self._groups(specs, made),
             job_group=job_group,
             communicator=communicator,
             checkpoints=checkpoints,
             schedule=partial(self.schedule, self.plan),
-            paced=paced,
+            by_speed=by_speed,
             times=UnitTimes(living.actor(rank), steps=_MEASURED) if self.speeds == "measured" else None,
             made=list(made.values()),
             timeout=timedelta(seconds=self.timeout),

@@ -10,8 +10,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pipegrid.core.lazy import lazy_names
-from pipegrid.transport.adapted import as_communicator as as_communicator
-from pipegrid.transport.base import Communicator, Port as Port, Verbs as Verbs
+from pipegrid.transport.base import (
+    Communicator,
+    Port as Port,
+    Verbs as Verbs,
+    as_communicator as as_communicator,
+)
 from pipegrid.transport.config import P2PConfig
 from pipegrid.core.edge import Direction as Direction, Edge
 from pipegrid.transport.errors import (

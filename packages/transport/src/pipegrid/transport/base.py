@@ -1,4 +1,4 @@
-"""What a runtime and the step functions use of a communicator: its base class. No torch.
+"""The base class of communicators: the part that a runtime and the step functions use. No torch.
 
 A communicator of one's own derives from `Communicator` and has `Communicator.port`; everything else has a default.
 """
@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from attrs import frozen
 
+from pipegrid.core.errors import StepArgumentError
+from pipegrid.core.fields import shown
 from pipegrid.transport.errors import P2PUsageError
 from pipegrid.transport.job import JobTopology
 
@@ -181,12 +183,8 @@ class Communicator:
     def check(self) -> None:
         """Raise if a transfer has failed since it was waited for."""
 
-    def lacks(self, *verbs: str) -> tuple[Any, str] | None:
-        """The object that was given, and the first of ``verbs`` that it does not have; None where it has all."""
-        return (self, "collective") if "collective" in verbs and not self.exchanges else None
-
     def describe(self) -> Mapping[str, Any]:
-        """What the record of a failure says of each lane, by its name."""
+        """The state of each lane, by its name, for the record of a failure."""
         return {}
 
     # ---- The end
@@ -211,6 +209,22 @@ class Communicator:
         if error is not None:
             self.abort(f"{type(error).__name__}: {error}")
         self.close()
+
+
+def as_communicator(given: Any) -> Communicator:
+    """``given``; for None a `Communicator` that moves nothing.
+
+    Raises:
+        StepArgumentError: it does not derive from `Communicator`.
+    """
+    if given is None:
+        return Communicator()
+    if not isinstance(given, Communicator):
+        raise StepArgumentError(
+            f"communicator is {shown(given)}; it must derive from pipegrid.transport.Communicator: pass "
+            "P2PCommunicator(pp_group, config) or MultiModulePipelineCommunicator(grids, topology, config)"
+        )
+    return given
 
 
 def _port_of_verbs(self: Communicator, edge: Edge, direction: Direction) -> Port:

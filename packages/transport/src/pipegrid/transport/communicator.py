@@ -101,13 +101,13 @@ class P2PCommunicator(NeighbourVerbs, LaneCommunicator):
             )
         self._of_edge: dict[tuple[Edge, Direction], Lane] = {}
         before, here, after = self.prev_rank, self.rank, self.next_rank
-        ways = {
+        of_name = {
             "recv_prev": direction_lane(before, here, Direction.FORWARD),
             "recv_next": direction_lane(here, after, Direction.BACKWARD),
             "send_next": direction_lane(here, after, Direction.FORWARD),
             "send_prev": direction_lane(before, here, Direction.BACKWARD),
         }
-        self._transfers = NeighbourTransfers(self.lanes, self.config, ways, partial(self._lacks, ways))
+        self._transfers = NeighbourTransfers(self.lanes, self.config, of_name, partial(self._lacks, of_name))
 
     # ---- This rank among the stages
 
@@ -192,12 +192,12 @@ class P2PCommunicator(NeighbourVerbs, LaneCommunicator):
             raise P2PUsageError(f"edge {edge} needs lane {spec}, which {why}")
         return self.lanes[spec]
 
-    def _lacks(self, ways: Mapping[str, LaneSpec], name: str) -> P2PUsageError:
+    def _lacks(self, of_name: Mapping[str, LaneSpec], name: str) -> P2PUsageError:
         """The error of a blocking transfer whose lane is not open."""
         why = f"the placement {self._placement} does not have"
-        if ways[name] in pipeline_lanes(self._ranks, placement=self._placement):
+        if of_name[name] in pipeline_lanes(self._ranks, placement=self._placement):
             why = "the argument traffic left out, or communicators"
-        return P2PUsageError(f"{name} needs lane {ways[name]}, which {why}; isend and irecv take an edge")
+        return P2PUsageError(f"{name} needs lane {of_name[name]}, which {why}; isend and irecv take an edge")
 
     def _rank_of(self, stage: int) -> int:
         return self._ranks[stage % self.total_stages if self._placement is None else self._placement[stage]]

@@ -12,7 +12,7 @@ from pipegrid.core.fields import Count, Rule, checked_fields, instance, integer
 from pipegrid.core.sharing import Communicators
 from pipegrid.transport.errors import P2PUsageError
 
-ShapeMode: TypeAlias = Literal["agreed", "given", "header", "learned", "manifest"]
+ShapeMode: TypeAlias = Literal["agreed", "given", "header", "learned"]
 """How a receiver learns the shapes and dtypes of the next message.
 
 ``agreed``
@@ -26,8 +26,6 @@ ShapeMode: TypeAlias = Literal["agreed", "given", "header", "learned", "manifest
     As ``header`` in the first step of each batch signature (the shapes of all microbatches, as a `Pipeline` knows them)
     that both ends of a lane have. In a later step of that signature, messages are as they were then, without headers: a
     sender whose message is another one raises, and sends nothing.
-``manifest``
-    The sender announces the next messages of a lane in one table (`Lane.announce`), once per step.
 """
 
 LONGEST_SECONDS = 365 * 24 * 3600  # beyond a year, clocks that count nanoseconds overflow

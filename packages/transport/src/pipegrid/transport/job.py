@@ -1,4 +1,4 @@
-"""What a plan needs to know of a job: one value, which every communicator has. No torch."""
+"""The facts of a job that a plan needs: one value, which every communicator has. No torch."""
 
 from __future__ import annotations
 

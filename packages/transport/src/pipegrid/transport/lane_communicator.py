@@ -13,7 +13,7 @@ from pipegrid.transport.base import Communicator, Port, Verbs
 from pipegrid.transport.config import P2PConfig
 from pipegrid.transport.control.handshake import Handshake
 from pipegrid.transport.control.lanes import Lanes
-from pipegrid.transport.control.replica_lanes import WaysAcross
+from pipegrid.transport.control.replica_lanes import ReplicaTraffic
 from pipegrid.transport.errors import P2PUsageError
 
 
@@ -32,34 +32,34 @@ class LaneCommunicator(Communicator):
     rank: int
     device: torch.device
     lanes: Lanes
-    across: WaysAcross | None = None
+    across: ReplicaTraffic | None = None
 
     @property
     def attempt(self) -> int:
-        """How often this rank and its peers had opened lanes before."""
+        """The number of times that this rank and its peers had opened lanes before."""
         return self.lanes.turn
 
     def batch(self) -> AbstractContextManager[None]:
-        """Start the sends and receives of the block, by this thread, as one simultaneous batch. See `Lanes.batch`."""
+        """Start the sends and receives of the block, by this thread, as one simultaneous batch."""
         return self.lanes.batch()
 
     @property
     def batches(self) -> bool:
-        """Whether a batch is more than its messages one by one. See `Lanes.batches`."""
+        """Whether a batch is more than its messages one by one."""
         return self.lanes.batches
 
     def in_order(self) -> AbstractContextManager[None]:
-        """Start transfers of device groups in the order of calls inside the block. See `Lanes.in_order`."""
+        """Start transfers of device groups in the order of calls inside the block."""
         return self.lanes.in_order()
 
     def patient(self, seconds: float) -> AbstractContextManager[None]:
-        """Transfers for which no wait says how many have at least ``seconds`` inside the block. See `Lanes.patient`."""
+        """Give transfers for which no wait says how many at least ``seconds`` inside the block."""
         return self.lanes.patient(seconds)
 
     # ---- To other replicas
 
     @property
-    def _to_others(self) -> WaysAcross:
+    def _to_others(self) -> ReplicaTraffic:
         if self.across is None:
             raise P2PUsageError(
                 f"a unit moves to another replica, whose ranks this {type(self).__name__} does not know; give "
@@ -101,5 +101,5 @@ class LaneCommunicator(Communicator):
         self.lanes.abort(reason)
 
     def close(self) -> None:
-        """End the lanes and free their groups; see `Lanes.close`. A second call does nothing."""
+        """End the lanes and free their groups. A second call does nothing."""
         self.lanes.close()

@@ -29,14 +29,14 @@ class EdgeCommunicator(LaneCommunicator, ABC):
     The lanes of all edges are opened together. Each exchange has groups of its own, which end with them.
 
     Attributes:
-        crossings: the exchanges of this rank.
+        edge_exchanges: the exchanges of this rank.
         _sends: the functions that start a send, by edge and direction.
         _receives: the functions that start a receive, likewise.
         _inside: the lanes of edges between ranks of one module.
         _neighbours: the ranks at the other ends of each edge.
     """
 
-    crossings: list[Exchange]
+    edge_exchanges: list[Exchange]
     _sends: dict[Way, Callable[[Any], Handle]]
     _receives: dict[Way, Callable[..., ReceiveHandle]]
     _inside: Mapping[Way, Lane] = MappingProxyType({})
@@ -96,7 +96,7 @@ class EdgeCommunicator(LaneCommunicator, ABC):
     def communicators(self) -> int:
         """Communicators of this rank, lanes and groups of edges; on NCCL, each has a stream of its own."""
         lanes = {id(lane.group) for lane in self.lanes.values() if lane.group is not None}
-        return len(lanes) + sum(len(exchange.traffic.groups) for exchange in self.crossings)
+        return len(lanes) + sum(len(exchange.traffic.groups) for exchange in self.edge_exchanges)
 
     def renew_shapes(self) -> None:
         """Let the next message of every edge agree on shapes anew; all ranks call it between two steps.
@@ -105,17 +105,17 @@ class EdgeCommunicator(LaneCommunicator, ABC):
             P2PUsageError: shapes vary anyway, or receives are under way; nothing was renewed then.
         """
         renew_lanes(self.lanes.values())
-        for exchange in self.crossings:
+        for exchange in self.edge_exchanges:
             exchange.forget()
 
     def check(self) -> None:
         """Raise `CollectiveFailedError` if a completion of any edge, waited for on a device, has failed since."""
-        for exchange in self.crossings:
+        for exchange in self.edge_exchanges:
             exchange.traffic.waits.check()
 
     def abort(self, reason: str) -> None:
         """End all lanes and completions at once and tell the other sides why."""
-        groups = [group for exchange in self.crossings for group in exchange.traffic.end(reason)]
+        groups = [group for exchange in self.edge_exchanges for group in exchange.traffic.end(reason)]
         abort_groups(groups, reason, beside=lambda: self.lanes.abort(reason))
 
     def close(self) -> None:
@@ -123,11 +123,11 @@ class EdgeCommunicator(LaneCommunicator, ABC):
         if not self._closed:
             self._closed = True
             self._sends, self._receives, self._inside = {}, {}, {}
-            failed = [group for exchange in self.crossings for group in exchange.traffic.failed_groups]
-            for exchange in self.crossings:
+            failed = [group for exchange in self.edge_exchanges for group in exchange.traffic.failed_groups]
+            for exchange in self.edge_exchanges:
                 exchange.traffic.end("closed")
             abort_groups(failed, "it was closed", beside=self.lanes.close)
-            for exchange in self.crossings:
+            for exchange in self.edge_exchanges:
                 exchange.traffic.close_groups()
 
     def _require_alive(self) -> None:

@@ -19,7 +19,7 @@ from attrs import define, field, frozen
 from pipegrid.bridges.bridge.leaves import LeafTransfer, Leaves, Microbatch, peers_of, tensor_of
 from pipegrid.bridges.bridge.plans import LeafNote, decode, encode
 from pipegrid.bridges.bridge.receive import BridgeReceive, BridgeSend, Filled, PostedReceives, with_gradient
-from pipegrid.bridges.bridge.traffic import EdgeTraffic, Share
+from pipegrid.bridges.bridge.traffic import EdgeTraffic, LeafShare
 from pipegrid.bridges.steps import Completing
 from pipegrid.core.edge import Direction
 from pipegrid.reshard import SPLIT_SIZES, RankPart
@@ -75,7 +75,7 @@ class PendingGradients(Generic[Sent]):
 
 
 @define(eq=False)
-class Incoming:
+class Arrival:
     """A microbatch that is being received: ``leaves`` is None until its messages, which announce it, are there."""
 
     leaves: Microbatch | None = None
@@ -153,7 +153,7 @@ class Exchange:
         self._sent: PendingGradients[Microbatch] = PendingGradients(
             f"{self.name}: recv_backward on rank {self.rank}", f"{what} that was sent", self.variable
         )
-        self._received: PendingGradients[Incoming] = PendingGradients(
+        self._received: PendingGradients[Arrival] = PendingGradients(
             f"{self.name}: send_backward on rank {self.rank}", f"{what} that was received", self.variable
         )
 
@@ -208,7 +208,7 @@ class Exchange:
 
     def _receive_forward(self, expected: tuple[int, ...] | None, into: torch.Tensor | None = None) -> BridgeReceive:
         is_first = self._received.first is None
-        incoming = Incoming()
+        incoming = Arrival()
 
         def peers() -> Iterable[int] | None:
             if is_first:
@@ -241,7 +241,7 @@ class Exchange:
         leaves = self._leaves.incoming({peer: decode(text) for peer, text in texts.items()})
         if not self.variable:
             # In place of the first receive, which would keep its tensors for as long as the bridge lives.
-            self._arriving, self._received.first = leaves, Incoming(leaves)
+            self._arriving, self._received.first = leaves, Arrival(leaves)
         return leaves
 
     def _notes_of_leader(self, leader: int, notes: Mapping[int, str]) -> dict[int, str]:
@@ -314,7 +314,7 @@ class Exchange:
                 return _one(
                     self.traffic.send(part, view, direction, dtype=one.plans.wire_dtype, peers=peers, note=note)
                 )
-            shares.append(Share(part, view, one.plans.wire_dtype, wired.receivers(direction)))
+            shares.append(LeafShare(part, view, one.plans.wire_dtype, wired.receivers(direction)))
         return BridgeSend(self.traffic.send_shares(shares, direction, peers=peers, note=note))
 
     def _receive_whole(

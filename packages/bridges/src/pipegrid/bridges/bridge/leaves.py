@@ -121,7 +121,7 @@ class Leaves:
             what = "the tensor" if is_tensor else "it"
             raise BridgeError(f"{where} was declared without gradient, but {what} requires grad; detach it")
         samples = samples_of(value)
-        if samples is not None and leaf.lifted:
+        if samples is not None and leaf.adds_batch_axis:
             raise ShapeError(f"{where} is Packed, but {leaf.declared} has no batch axis")
         return Announcement.of(tensor, samples)
 

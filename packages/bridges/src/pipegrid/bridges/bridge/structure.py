@@ -177,7 +177,7 @@ class Leaf:
         return str(self.declared)
 
     @property
-    def lifted(self) -> bool:
+    def adds_batch_axis(self) -> bool:
         """Whether the tensor travels with a further axis of extent 1 as its batch, having none of its own."""
         return isinstance(self.declared, Whole) or not any(BATCH in names for names in self.declared.names)
 
@@ -187,7 +187,7 @@ class Leaf:
         if isinstance(self.declared, Whole):
             return ((BATCH,), ())
         own = self.declared.names
-        return ((BATCH,), *own) if self.lifted else own
+        return ((BATCH,), *own) if self.adds_batch_axis else own
 
     def folded(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape with which a tensor of ``shape`` travels that a source rank gives: with a batch axis."""
@@ -195,7 +195,7 @@ class Leaf:
             return self.declared.folded(shape)
         if isinstance(self.declared, Whole):
             return (1, math.prod(shape))
-        return (1, *shape) if self.lifted else shape
+        return (1, *shape) if self.adds_batch_axis else shape
 
     def unfolded(self, taken: tuple[int, ...], given: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of a tensor that arrives as ``taken``, where a source rank gives one of the shape ``given``."""
@@ -203,7 +203,7 @@ class Leaf:
             return self.declared.unfolded(taken, given)
         if isinstance(self.declared, Whole):
             return given
-        return taken[1:] if self.lifted else taken
+        return taken[1:] if self.adds_batch_axis else taken
 
     def sides(self, src: Side, dst: Side) -> tuple[Side, Side]:
         """The sides of an edge as this leaf has them: dims that cut other axes have a giver, and copies."""

@@ -31,7 +31,7 @@ _FORWARD = Direction.FORWARD
 
 
 @frozen
-class Share:
+class LeafShare:
     """The share of this rank in one leaf of a message.
 
     Attributes:
@@ -156,7 +156,7 @@ class EdgeTraffic:
         return handles
 
     def send_shares(
-        self, shares: Sequence[Share], direction: Direction, *, peers: Iterable[int] | None, note: str | None
+        self, shares: Sequence[LeafShare], direction: Direction, *, peers: Iterable[int] | None, note: str | None
     ) -> list[Transfer]:
         """Start sending each rank of ``peers`` its pieces of all shares, as one list; one handle per message."""
         lanes = self._to[direction]

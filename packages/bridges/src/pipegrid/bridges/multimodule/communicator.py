@@ -30,7 +30,6 @@ from pipegrid.reshard import (
 )
 from pipegrid.reshard.errors import BridgeError
 from pipegrid.reshard.positions import edge_between
-from pipegrid.transport.adapted import dims_of
 from pipegrid.transport.config import as_config
 from pipegrid.transport.control.opening import open_lanes, resolve_device
 from pipegrid.transport.job import JobTopology
@@ -187,7 +186,7 @@ class MultiModulePipelineCommunicator(ModulePipeline, EdgeCommunicator):
         self._bridge_of = {
             edge_between(self.graph, b.src_module_name, b.dest_module_name): b for b in self.bridge_comms
         }
-        self.crossings = [bridge.exchange for bridge in self.bridge_comms]
+        self.edge_exchanges = [bridge.exchange for bridge in self.bridge_comms]
         self._inner = {edge: chain for chain in self._chains.values() for edge in chain.directions}
         self._sends, self._receives, self._neighbours = {}, {}, {}
         if self._replica is not None:
@@ -213,7 +212,7 @@ class MultiModulePipelineCommunicator(ModulePipeline, EdgeCommunicator):
 
     def _bridge_across(self, ends: Ends, replicas: tuple[int, int]) -> BridgeCommunicator:
         self.bridge_comms.append(bridge := self._bridge(ends, replicas, None))
-        self.crossings.append(bridge.exchange)
+        self.edge_exchanges.append(bridge.exchange)
         return bridge
 
     @cached_property
@@ -229,7 +228,10 @@ class MultiModulePipelineCommunicator(ModulePipeline, EdgeCommunicator):
             forward_edges=self.forward_edges,
             payload_edges=self.payload_edges,
             frozen_modules=self.frozen_modules,
-            dims={name: dims_of(grid) for name, grid in self.module_to_grid_map.items()},
+            dims={
+                name: dict(zip(grid.dim_names, grid.shape, strict=True))
+                for name, grid in self.module_to_grid_map.items()
+            },
             lanes=self.config.communicators,
             replica=self._replica,
         )

@@ -18,14 +18,14 @@ from pipegrid.bridges.multimodule.edges import Ends
 from pipegrid.bridges.multimodule.rank_modules import ModuleChain
 from pipegrid.core.edge import Crossing, Direction, Edge
 from pipegrid.core.spec import LaneSpec
-from pipegrid.transport.control.replica_lanes import WaysAcross
+from pipegrid.transport.control.replica_lanes import ReplicaTraffic
 from pipegrid.transport.errors import P2PUsageError
 
 _FORWARD = Direction.FORWARD
 
 
 @define(eq=False)
-class ModuleReplicas(WaysAcross):
+class ModuleReplicas(ReplicaTraffic):
     """The lanes inside this rank's modules, and the bridges between modules, that lead to other replicas.
 
     Attributes:

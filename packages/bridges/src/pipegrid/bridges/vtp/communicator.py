@@ -104,7 +104,7 @@ class VTPCommunicator(VTPFunctions):
         self._neighbours = {boundary.edge: boundary.ranks for boundary in here}
         self._sends, self._receives, self._arriving = {}, {}, {}
         stream = new_stream(self.device)
-        self.crossings = [
+        self.edge_exchanges = [
             self._crossing(boundary, direction, backend, stream)
             for boundary in here
             for direction in directions_of(boundary.edge, backward=True, traffic=used)
@@ -129,7 +129,7 @@ class VTPCommunicator(VTPFunctions):
 
     def _open(self, backend: str) -> None:
         """Open the lanes of all boundaries, then the groups."""
-        edges, variable = [exchange.traffic for exchange in self.crossings], not self.fixed_shapes
+        edges, variable = [exchange.traffic for exchange in self.edge_exchanges], not self.fixed_shapes
         declared = {
             spec: f"{edge.wiring.declaration}; sequence on axis {self.topology.sequence_axis}"
             for edge in edges
@@ -153,8 +153,6 @@ class VTPCommunicator(VTPFunctions):
             edge.groups = {spec: groups[spec] for spec in edge.wiring.group_specs}
 
     def _check_config(self, given: Any) -> None:
-        if self.config.shape_mode == "manifest":
-            raise P2PUsageError("a VTPCommunicator has no shapes='manifest'; use variable_seq_lengths=True")
         wants_ring = getattr(given, "layerwise_disaggregated_training", None)
         if wants_ring is not None and bool(wants_ring) is not self.topology.ring:
             raise P2PUsageError(

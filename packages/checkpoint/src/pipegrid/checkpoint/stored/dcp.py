@@ -78,7 +78,7 @@ class _Planner(DefaultSavePlanner):
         return self._values[write_item.index]
 
 
-class _Writer(FileSystemWriter):
+class _ChunkWriter(FileSystemWriter):
     """A writer that keeps the place of each box, and raises the disk's error, which `torch.save` hides."""
 
     written: list[tuple[WriteItem, Any]]
@@ -115,7 +115,7 @@ def save(
     """
     if group is None:  # torch warns of that; for good: filters of a block are no affair of threads
         warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
-    writer, planner = _Writer(path), _Planner(boxes, lowest=lowest)
+    writer, planner = _ChunkWriter(path), _Planner(boxes, lowest=lowest)
     try:
         metadata: Any = state_dict_saver.save(
             {}, storage_writer=writer, planner=planner, process_group=group, no_dist=group is None

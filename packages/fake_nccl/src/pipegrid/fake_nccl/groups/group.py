@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipegrid.fake_nccl.device import FakeDevice
-from pipegrid.fake_nccl.entries import Entry, TransferRecord
+from pipegrid.fake_nccl.entries import QueueEntry, TransferRecord
 from pipegrid.fake_nccl.groups.ending import Ending
 from pipegrid.fake_nccl.groups.meeting import Meeting, global_ranks
 from pipegrid.fake_nccl.groups.splits import split_source
@@ -212,7 +212,7 @@ class FakeGroup(GroupBase):  # type: ignore[misc]
         if self.aborted:
             raise dist.DistBackendError(f"NCCL communicator was aborted on rank {self._here} of group {self._name}")
 
-    def _work_of(self, entry: Entry, reads: Sequence[Tensor], *, holds: bool) -> FakeWork:
+    def _work_of(self, entry: QueueEntry, reads: Sequence[Tensor], *, holds: bool) -> FakeWork:
         del reads
         return FakeWork(entry, self.device, holds=holds, abort=self.abort)
 

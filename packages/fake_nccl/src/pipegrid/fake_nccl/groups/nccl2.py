@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pipegrid.fake_nccl.device import FakeDevice
 from pipegrid.fake_nccl.elapsed import comes
-from pipegrid.fake_nccl.entries import Entry
+from pipegrid.fake_nccl.entries import QueueEntry
 from pipegrid.fake_nccl.groups.group import FakeGroup
 from pipegrid.fake_nccl.groups.transfers import Freeable
 from pipegrid.fake_nccl.groups.work import FakeWork
@@ -26,7 +26,7 @@ from pipegrid.fake_nccl.torch_compat import BOUND_KIND, WorkBase
 class Nccl2Work(FakeWork):
     """The work of one entry."""
 
-    def __init__(self, entry: Entry, device: FakeDevice, group: Nccl2Group, *, holds: bool) -> None:
+    def __init__(self, entry: QueueEntry, device: FakeDevice, group: Nccl2Group, *, holds: bool) -> None:
         super().__init__(entry, device, holds=holds, abort=group.abort)
         self._group = group
         self.held: Sequence[Tensor] = ()
@@ -111,7 +111,7 @@ class Nccl2Group(FakeGroup):
         if not options.global_ranks_in_group:  # the default group
             self.bound_device_id = torch.device(BOUND_KIND, int(os.environ.get("LOCAL_RANK", self._here)))
         self.failure: Exception | None = None
-        self._idle: deque[Entry] = deque()
+        self._idle: deque[QueueEntry] = deque()
         self._lock = threading.Lock()
         self._aborting, self._seen, self._ended = threading.Event(), threading.Event(), threading.Event()
 
@@ -154,7 +154,7 @@ class Nccl2Group(FakeGroup):
             FakeWork.wait(work)  # it runs on the caller's stream
         return work
 
-    def _work_of(self, entry: Entry, reads: Sequence[Tensor], *, holds: bool) -> FakeWork:
+    def _work_of(self, entry: QueueEntry, reads: Sequence[Tensor], *, holds: bool) -> FakeWork:
         if self.failure is not None:
             self.kill(f"{entry} was launched on group {self._name}, which had failed")
         if entry.captured:  # its graph keeps it
@@ -169,12 +169,12 @@ class Nccl2Group(FakeGroup):
         entry.when_ended(lambda: self._look_at(entry))
         return Nccl2Work(entry, self.device, self, holds=holds)
 
-    def let_go(self, entry: Entry) -> None:
+    def let_go(self, entry: QueueEntry) -> None:
         """Drop what a work keeps that was waited for."""
         with self._lock:
             self._idle = deque(one for one in self._idle if one is not entry)
 
-    def _look_at(self, entry: Entry) -> None:
+    def _look_at(self, entry: QueueEntry) -> None:
         """An entry has ended; the first error of the group starts the watchdog's clock."""
         if entry.error is None or self.failure is not None:
             return

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from pipegrid.fake_nccl.device import FakeDevice
 from pipegrid.fake_nccl.elapsed import comes
-from pipegrid.fake_nccl.entries import Entry
+from pipegrid.fake_nccl.entries import QueueEntry
 from pipegrid.fake_nccl.torch_compat import WorkBase
 
 
@@ -38,7 +38,7 @@ class FakeWork(WorkBase):  # type: ignore[misc]
         >>> device.close()
     """
 
-    def __init__(self, entry: Entry, device: FakeDevice, *, holds: bool, abort: Callable[[], None]) -> None:
+    def __init__(self, entry: QueueEntry, device: FakeDevice, *, holds: bool, abort: Callable[[], None]) -> None:
         super().__init__()
         self.entry = entry
         self._abort = abort

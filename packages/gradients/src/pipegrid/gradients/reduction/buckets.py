@@ -83,7 +83,7 @@ class Bucket:
         return bool(self.layouts[0].alike)
 
     def fault(self) -> str | None:
-        """What is wrong with a gradient; None: nothing."""
+        """The fault of a gradient; None: there is none."""
         if self.tie is not None and not self.tie.summed:
             return (
                 f"tied parameter {self.tie.name!r} in module {self.layouts[0].module!r} was not summed over its "

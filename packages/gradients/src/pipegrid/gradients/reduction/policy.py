@@ -39,7 +39,7 @@ from pipegrid.gradients.reduction.replicas import meet_replicas, require_equal_n
 from pipegrid.monitor import DisagreementError
 from pipegrid.monitor.collectives import Waiting, texts_of_ranks
 from pipegrid.topology.torch_compat import is_dry
-from pipegrid.transport.adapted import as_communicator
+from pipegrid.transport.base import as_communicator
 from pipegrid.transport.collectives.differences import difference
 
 Models = Mapping[int, torch.nn.Module]
@@ -51,7 +51,7 @@ Counted = Mapping[int, torch.Tensor | None]
 
 @frozen
 class GradientPolicy:
-    """How the gradients of this rank's stages become those of one process. Made by `gradient_policy`.
+    """The way from the gradients of this rank's stages to those of one process. Made by `gradient_policy`.
 
     Without the models, so that it can be kept between steps; `of_step` takes those that it was made for.
 
@@ -80,7 +80,7 @@ class GradientPolicy:
 
     @property
     def agreement(self) -> str:
-        """What neighbours compare before a step: the ranks that divide by tokens count them in one collective."""
+        """A text that neighbours compare before a step: ranks that divide by tokens count them in one collective."""
         return f"with {self.losses} losses"
 
     def of_step(self, models: Models, config: Any, pg_collection: Any, waiting: Waiting) -> StepGradients:
@@ -121,7 +121,7 @@ class StepGradients:
 
     @cached_property
     def forms(self) -> dict[str, object]:
-        """By module with several replicas what this rank does to finish its gradients: who, and in which buckets."""
+        """The work of this rank to finish gradients, by module with several replicas: who, and in which buckets."""
         found: dict[str, object] = {}
         if self.pg_collection is None or not dist.is_initialized() or is_dry():
             return found

@@ -113,7 +113,7 @@ class GradientReduction:
 
     @property
     def parameters(self) -> list[torch.nn.Parameter]:
-        """What is reduced."""
+        """The parameters whose gradients are reduced."""
         return [parameter for bucket in self.buckets for parameter in bucket.parameters]
 
     @classmethod
@@ -153,7 +153,7 @@ class GradientReduction:
         return sum(each.parameter.numel() for bucket in summed for each in bucket), zlib.crc32(repr(forms).encode())
 
     def form_of(self, module: str) -> tuple[object, ...]:
-        """What is summed over the replicas of ``module``, bucket by bucket: shapes and dtypes. For this rank alone."""
+        """Shapes and dtypes of the sums over the replicas of ``module``, bucket by bucket. For this rank alone."""
         own = [bucket.layouts for bucket in self.buckets if bucket.replicas and bucket.layouts[0].module == module]
         return tuple([tuple([(each.parameter.shape, each.dtype) for each in bucket]) for bucket in own])
 

@@ -269,20 +269,20 @@ def _require_equal(tied: TiedParameters) -> None:
 
 
 def _of_ranks(tied: TiedParameters, text: str, waiting: Waiting | None = None) -> dict[int, str]:
-    """What each rank of the group says of its copies."""
+    """The texts of the group's ranks."""
     if tied.group is None:
         return {dist.get_rank(): text}
     return texts_of_ranks(text, tied.group, tied.copies[0].device, _comparison(tied, waiting))
 
 
 def _comparison(tied: TiedParameters, waiting: Waiting | None = None) -> Waiting:
-    """As ``waiting``; without it no deadline beside that of the group, which `tie_parameters` is given."""
+    """A wait as ``waiting``, or without a deadline beside that of the group, which `tie_parameters` is given."""
     return evolve(waiting or Waiting(), what=f"the comparison of the copies of tied parameter {tied.name!r}")
 
 
 @torch.no_grad()
 def _difference_to_first(tied: TiedParameters) -> float:
-    """How far this rank's copies are from that of the group's first rank."""
+    """The distance of this rank's copies from that of the group's first rank."""
     flats = [copy.detach().reshape(-1) for copy in tied.copies]
     difference = torch.zeros((), dtype=torch.float64, device=flats[0].device)
     for first in range(0, flats[0].numel(), _CHUNK):

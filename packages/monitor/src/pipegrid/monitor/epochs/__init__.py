@@ -2,7 +2,7 @@
 
 from pipegrid.monitor.epochs.epochs import Epochs
 from pipegrid.monitor.epochs.errors import FencedError, RankLostError
-from pipegrid.monitor.epochs.ledger import EpochStore
+from pipegrid.monitor.epochs.stored_epochs import EpochStore
 from pipegrid.monitor.epochs.records import Epoch, Verdict
 
 __all__ = ["Epoch", "EpochStore", "Epochs", "FencedError", "RankLostError", "Verdict"]

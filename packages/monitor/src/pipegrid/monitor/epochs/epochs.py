@@ -42,19 +42,19 @@ from pipegrid.core.errors import StepArgumentError
 from pipegrid.core.fields import Index, Seconds, checked
 from pipegrid.monitor.control import DisagreementError, Failure, bounded_store, silent
 from pipegrid.monitor.epochs.errors import FencedError, RankLostError
+from pipegrid.monitor.epochs.heartbeat import Heartbeat
 from pipegrid.monitor.epochs.joining import admission
-from pipegrid.monitor.epochs.ledger import LEFT, EpochStore, Ledger
-from pipegrid.monitor.epochs.pulse import Pulse
 from pipegrid.monitor.epochs.records import (
     Alarm,
     Ballot,
+    DoneCount,
     Epoch,
     Retire,
-    Tally,
     Verdict,
     admissible,
     decide,
 )
+from pipegrid.monitor.epochs.stored_epochs import LEFT, EpochStore, StoredEpochs
 from pipegrid.monitor.monitor import JobFailedError
 from pipegrid.topology.bounded_calls import BoundedCalls
 from pipegrid.transport.collectives.differences import listed
@@ -121,17 +121,17 @@ class Epochs:
         self._failed, self._outside = "", False
         self._store = store
         self._calls = BoundedCalls("pipegrid-epochs")
-        self._ledger = Ledger(bounded_store(store, self._calls, self._deadline, stuck=_STUCK_SECONDS))
+        self._stored = StoredEpochs(bounded_store(store, self._calls, self._deadline, stuck=_STUCK_SECONDS))
         beside: EpochStore = store.clone() if hasattr(store, "clone") else store
         calls = BoundedCalls("pipegrid-heartbeat")
-        ledger = Ledger(bounded_store(beside, calls, self._deadline, stuck=_STUCK_SECONDS))
-        self._pulse = Pulse(ledger, rank, 0, _OUTSIDE, heartbeat, self._deadline, on_alarm)
+        stored = StoredEpochs(bounded_store(beside, calls, self._deadline, stuck=_STUCK_SECONDS))
+        self._heartbeat = Heartbeat(stored, rank, 0, _OUTSIDE, heartbeat, self._deadline, on_alarm)
         with self._answering("the first heartbeat"):
-            self._pulse.incarnation = self.incarnation = ledger.incarnation(rank)
-            ledger.beats(rank, self.incarnation, 1)
+            self._heartbeat.incarnation = self.incarnation = stored.incarnation(rank)
+            stored.heartbeats(rank, self.incarnation, 1)
         self.ready = self.incarnation == 1
-        self.current = self._pulse.epoch = self._first if self.ready else _OUTSIDE
-        self._close = weakref.finalize(self, _end, self._pulse, _started(self._pulse), self._calls, calls)
+        self.current = self._heartbeat.epoch = self._first if self.ready else _OUTSIDE
+        self._close = weakref.finalize(self, _end, self._heartbeat, _started(self._heartbeat), self._calls, calls)
 
     def join(self) -> Verdict:
         """Ask for the place of this rank, whose earlier process has ended, and wait until the members take this one in.
@@ -144,7 +144,7 @@ class Epochs:
             JobFailedError: the job has ended, no member has a heartbeat, or the store does not answer.
         """
         with self._answering("join()"):
-            outcome = admission(self._ledger, self._pulse, self._first, self._deadline)
+            outcome = admission(self._stored, self._heartbeat, self._first, self._deadline)
         if isinstance(outcome, Failure):
             raise self._ended(outcome)
         self._enter(outcome)
@@ -153,7 +153,7 @@ class Epochs:
     @property
     def asking(self) -> dict[int, int]:
         """New processes that ask to join and can, as far as this rank knows: incarnations by rank. Local."""
-        asking, alarm = self._pulse.asking, self._pulse.alarm
+        asking, alarm = self._heartbeat.asking, self._heartbeat.alarm
         if not asking:
             return {}
         living = [rank for rank in self.current.members if alarm is None or rank not in alarm.lost]
@@ -172,23 +172,23 @@ class Epochs:
         """
         self._require_member()
         epoch, number, size = self.current.number, self._number, len(self.current.members)
-        amount, self._said = 0 if self._said == number else Tally.of(key).sum, number
+        amount, self._said = 0 if self._said == number else DoneCount.of(key).sum, number
         with self._answering(f"done({key!r})"), self._waiting():
-            tally = self._ledger.say_done(epoch, number, amount)
+            tally = self._stored.say_done(epoch, number, amount)
             last, woken = tally.count == size and amount > 0, False
             while tally.count < size and tally.is_of(key):
-                if (woken or self._pulse.alarm is not None) and self._alarmed():
+                if (woken or self._heartbeat.alarm is not None) and self._alarmed():
                     return False
                 self._wait_over(epoch, number)
-                woken, tally = True, self._ledger.say_done(epoch, number, 0)
+                woken, tally = True, self._stored.say_done(epoch, number, 0)
             if not tally.is_of(key):
                 text = f"rank {self.rank} has done {key!r} as its key number {number}, and another rank another key"
                 self.give_up(text)
                 raise DisagreementError(f"{text}. Do the same keys in the same order on all ranks")
             if last:
-                self._ledger.wake(epoch, number)
-                self._ledger.forget(epoch, number - 1)  # all are at this key, so none waits for the last one
-        self._number = self._pulse.number = number + 1
+                self._stored.wake(epoch, number)
+                self._stored.forget(epoch, number - 1)  # all are at this key, so none waits for the last one
+        self._number = self._heartbeat.number = number + 1
         return True
 
     def lost(self, rank: int, why: str, epoch: Epoch | None = None) -> None:
@@ -198,9 +198,9 @@ class Epochs:
         one.
         """
         try:
-            self._pulse.lost(rank, why, epoch)
+            self._heartbeat.lost(rank, why, epoch)
         except RuntimeError as error:
-            self._pulse.fail(silent(error))
+            self._heartbeat.fail(silent(error))
 
     def vote(self, key: str, why: str = "", *, edge: bool = False, asking: Mapping[int, int] | None = None) -> Verdict:
         """Agree with the living members on who is lost and on what is done; the next epoch begins.
@@ -225,17 +225,17 @@ class Epochs:
         with self._answering(f"the vote on {key!r}"), self._waiting():
             said = f"rank {self.rank} has called for a vote: {why or key}"
             asking = {**(asking or {}), **self.asking} if edge else {}
-            self._ledger.raise_alarm(epoch.number, Alarm(why=said, asking=asking))  # before the ballot: see 6
-            self._ledger.vote(epoch.number, self.rank, Ballot(number, key, self._said == number, edge, self.ready))
+            self._stored.raise_alarm(epoch.number, Alarm(why=said, asking=asking))  # before the ballot: see 6
+            self._stored.vote(epoch.number, self.rank, Ballot(number, key, self._said == number, edge, self.ready))
             outcome = self._outcome(epoch, key)
             if isinstance(outcome, Failure):
                 raise self._ended(outcome)
             if self.rank in outcome.dead:
                 raise self._fenced(outcome.dead[self.rank])
-            alarm = self._ledger.alarm(epoch.number)
+            alarm = self._stored.alarm(epoch.number)
             self._enter(outcome)
             for rank, reason in () if alarm is None else alarm.lost.items():
-                self._pulse.lost(rank, reason, epoch)  # no effect unless its process is a member of the new epoch
+                self._heartbeat.lost(rank, reason, epoch)  # no effect unless its process is a member of the new epoch
         return evolve(outcome, committed=outcome.keys > number)
 
     def give_up(self, error: str) -> None:
@@ -247,13 +247,13 @@ class Epochs:
         epoch = self.current
         try:
             while not self._outside and epoch.has(self.rank, self.incarnation):
-                outcome = self._pulse.ledger.propose(epoch.number, Failure(self.rank, error))
-                self._pulse.ledger.raise_alarm(epoch.number, Alarm(why=f"rank {self.rank} has given up: {error}"))
+                outcome = self._heartbeat.stored.propose(epoch.number, Failure(self.rank, error))
+                self._heartbeat.stored.raise_alarm(epoch.number, Alarm(why=f"rank {self.rank} has given up: {error}"))
                 if isinstance(outcome, Failure):
                     return
                 epoch = outcome.epoch
         except RuntimeError as failure:
-            self._pulse.fail(silent(failure))
+            self._heartbeat.fail(silent(failure))
 
     def check(self, where: str) -> None:
         """Raise if this rank has noticed that the epoch ends. Local.
@@ -262,18 +262,18 @@ class Epochs:
             RankLostError: a member is lost, or has called for a vote.
             JobFailedError: this rank's heartbeat has ended.
         """
-        if self._failed or self._pulse.failure:
-            raise JobFailedError(f"{where}: {self._failed or self._pulse.failure}")
-        if self._pulse.alarm is not None:
-            raise RankLostError(self._pulse.alarm.lost, where, self._pulse.alarm.why)
+        if self._failed or self._heartbeat.failure:
+            raise JobFailedError(f"{where}: {self._failed or self._heartbeat.failure}")
+        if self._heartbeat.alarm is not None:
+            raise RankLostError(self._heartbeat.alarm.lost, where, self._heartbeat.alarm.why)
 
     def close(self) -> None:
         """Leave: others do not take this rank for lost, unless they wait for it. Idempotent."""
         self._close()
 
     def _require_member(self) -> None:
-        if self._failed or self._pulse.failure:
-            raise JobFailedError(self._failed or self._pulse.failure)
+        if self._failed or self._heartbeat.failure:
+            raise JobFailedError(self._failed or self._heartbeat.failure)
         if not self.current.has(self.rank, self.incarnation):
             raise self._fenced("it has retired" if self.current.members else "join() has not returned")
         if self._voted == self.current.number:
@@ -282,15 +282,15 @@ class Epochs:
     def _enter(self, verdict: Verdict) -> None:
         """Go on in the epoch that a vote has begun."""
         self.current, self._number, self._said = verdict.epoch, verdict.keys, -1
-        self._pulse.epoch, self._pulse.number = self.current, self._number
+        self._heartbeat.epoch, self._heartbeat.number = self.current, self._number
 
     def _alarmed(self) -> bool:
         """Whether the epoch ends, by the store."""
         epoch = self.current.number
-        alarm = self._ledger.alarm(epoch)
+        alarm = self._stored.alarm(epoch)
         if alarm is None:
             return False
-        outcome = self._ledger.verdict(epoch)
+        outcome = self._stored.verdict(epoch)
         if isinstance(outcome, Failure):
             raise self._ended(outcome)
         if self.rank in alarm.lost:
@@ -300,37 +300,37 @@ class Epochs:
     def _outcome(self, epoch: Epoch, key: str) -> Verdict | Failure:
         """The vote result of ``epoch``, after waiting for it, or proposing it."""
         began = time.monotonic()
-        while (outcome := self._ledger.verdict(epoch.number)) is None:
-            alarm = self._ledger.alarm(epoch.number)
+        while (outcome := self._stored.verdict(epoch.number)) is None:
+            alarm = self._stored.alarm(epoch.number)
             dead = {} if alarm is None else alarm.lost
             if self.rank in dead:
                 raise self._fenced(dead[self.rank])
             living = [member for member in epoch.members if member not in dead]
             waited = time.monotonic() - began
             if self.rank == living[0] or waited > self._deadline:
-                ballots = {member: self._ledger.ballot(epoch.number, member) for member in living}
+                ballots = {member: self._stored.ballot(epoch.number, member) for member in living}
                 voted = {member: ballot for member, ballot in ballots.items() if ballot is not None}
                 silent = [member for member in living if member not in voted]
                 if not silent:
-                    alarm = self._ledger.alarm(epoch.number)  # with who asks, as each knew before it voted
+                    alarm = self._stored.alarm(epoch.number)  # with who asks, as each knew before it voted
                     decided = decide(epoch, voted, alarm or Alarm(), self._retire, rank=self.rank)
-                    return self._ledger.propose(epoch.number, decided)
+                    return self._stored.propose(epoch.number, decided)
                 if waited > self._deadline:
                     text = f"{listed(silent)} lived and did not vote on {key!r} in {self._deadline:.3g} s"
-                    return self._ledger.propose(epoch.number, Failure(self.rank, text))
-            if self._pulse.failure:
-                raise JobFailedError(self._pulse.failure)
+                    return self._stored.propose(epoch.number, Failure(self.rank, text))
+            if self._heartbeat.failure:
+                raise JobFailedError(self._heartbeat.failure)
             time.sleep(min(0.1, max(0.002, waited / 10)))
         return outcome
 
     def _wait_over(self, epoch: int, number: int) -> None:
         """Wait for the others to have done a key, or for an alarm."""
-        wait, began = partial(self._store.wait, [self._ledger.over(epoch, number)], _AGAIN), time.monotonic()
+        wait, began = partial(self._store.wait, [self._stored.over(epoch, number)], _AGAIN), time.monotonic()
         seconds = _AGAIN.total_seconds()
         try:
-            self._calls.run(wait, seconds=seconds + self._deadline, given_up=lambda: self._pulse.failure)
+            self._calls.run(wait, seconds=seconds + self._deadline, given_up=lambda: self._heartbeat.failure)
         except RuntimeError:
-            if self._pulse.failure or time.monotonic() - began < seconds:  # else the wait has only lasted
+            if self._heartbeat.failure or time.monotonic() - began < seconds:  # else the wait has only lasted
                 raise
 
     def _ended(self, failure: Failure) -> JobFailedError:
@@ -344,11 +344,11 @@ class Epochs:
 
     @contextlib.contextmanager
     def _waiting(self) -> Iterator[None]:
-        self._pulse.waiting = True
+        self._heartbeat.waiting = True
         try:
             yield
         finally:
-            self._pulse.waiting = False
+            self._heartbeat.waiting = False
 
     @contextlib.contextmanager
     def _answering(self, what: str) -> Iterator[None]:
@@ -358,22 +358,22 @@ class Epochs:
         except JobFailedError:
             raise
         except RuntimeError as error:
-            raise JobFailedError(f"{what}: {self._pulse.failure or silent(error)}") from error
+            raise JobFailedError(f"{what}: {self._heartbeat.failure or silent(error)}") from error
 
 
-def _started(pulse: Pulse) -> tuple[Event, Thread]:
+def _started(heartbeat: Heartbeat) -> tuple[Event, Thread]:
     stop = Event()
-    thread = Thread(target=pulse.run, args=(stop,), name="pipegrid-heartbeat", daemon=True)
+    thread = Thread(target=heartbeat.run, args=(stop,), name="pipegrid-heartbeat", daemon=True)
     thread.start()
     return stop, thread
 
 
-def _end(pulse: Pulse, running: tuple[Event, Thread], *calls: Any) -> None:
+def _end(heartbeat: Heartbeat, running: tuple[Event, Thread], *calls: Any) -> None:
     stop, thread = running
     stop.set()
     if thread is not current_thread():
         thread.join()
     with contextlib.suppress(RuntimeError):  # the store may have ended before this rank
-        pulse.ledger.beats(pulse.rank, pulse.incarnation, LEFT)
+        heartbeat.stored.heartbeats(heartbeat.rank, heartbeat.incarnation, LEFT)
     for each in calls:
         each.close()

@@ -114,13 +114,13 @@ class Alarm:
 
 
 @frozen
-class Tally:
+class DoneCount:
     """The number of ranks that have done a key, and a sum over their keys' texts: it shows whether all had the same."""
 
     sum: int
 
     @classmethod
-    def of(cls, key: str) -> Tally:
+    def of(cls, key: str) -> DoneCount:
         """One rank that has done ``key``."""
         return cls(((zlib.crc32(key.encode()) & ((1 << _BITS) - 1)) << _BITS) + 1)
 
@@ -131,7 +131,7 @@ class Tally:
 
     def is_of(self, key: str) -> bool:
         """Whether all of them gave this text."""
-        return self.sum == self.count * Tally.of(key).sum
+        return self.sum == self.count * DoneCount.of(key).sum
 
 
 def alarm_of(text: str) -> Alarm:

@@ -11,7 +11,7 @@ from typing import Any
 
 from pipegrid.core.errors import StepArgumentError
 from pipegrid.core.fields import Count, Index, checked, checked_arguments, shown
-from pipegrid.transport.adapted import as_communicator
+from pipegrid.transport.base import Communicator
 from pipegrid.transport.job import JobTopology
 
 
@@ -35,8 +35,8 @@ def get_pp_rank_microbatches(
         microbatch_group_size_per_vp_stage: N; None is P.
         forward_only: everything is warmup.
         overlap_moe_expert_parallel_comm: one more microbatch in flight.
-        p2p_communicator: has this rank's stage (``total_stages``, ``current_stage``, and for a graph of modules
-            ``distance_to_sink``). None: no pipeline.
+        p2p_communicator: its job has this rank's stage (and for a graph of modules ``distance_to_sink``). None: no
+            pipeline.
 
     Returns:
         ``(total, all_in_warmup, warmup, remaining)``, with warmup capped at total.
@@ -60,11 +60,11 @@ def get_pp_rank_microbatches(
 
 def require_job(communicator: Any) -> JobTopology:
     """The job of ``communicator``: this rank's stage in a chain, or its stages in a graph; else StepArgumentError."""
-    job = as_communicator(communicator).job
+    job = communicator.job if isinstance(communicator, Communicator) else JobTopology()
     if job.graph is None and not job.total_stages:
         raise StepArgumentError(
-            f"p2p_communicator is {shown(communicator)}, without the numbers total_stages and current_stage; there is "
-            "no global state: pass P2PCommunicator(pp_group, config) or MultiModulePipelineCommunicator(grids, "
+            f"p2p_communicator is {shown(communicator)}; it must be a Communicator whose job has stages (there is no "
+            "global state): pass P2PCommunicator(pp_group, config) or MultiModulePipelineCommunicator(grids, "
             "topology, config)"
         )
     return job

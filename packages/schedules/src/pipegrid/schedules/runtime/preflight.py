@@ -16,10 +16,10 @@ from pipegrid.gradients.errors import GradientError
 from pipegrid.plans.plan import Action, ActionKind, actions_of, require_plan
 from pipegrid.plans.verify import Proof, dataflow_of, verify
 from pipegrid.schedules.runtime.stages.stage import held_modules, modules_of
+from pipegrid.transport.base import Communicator
 
 if TYPE_CHECKING:
     from pipegrid.plans.plan import Plan
-    from pipegrid.transport.base import Communicator
     from pipegrid.transport.job import JobTopology
 
 
@@ -107,8 +107,8 @@ def require_runnable(plan: Plan, position: int, communicator: Communicator, redu
 
     Raises:
         StepArgumentError: computes alone; other reducers than those of the plan; a communicator that lacks a
-            verb of the plan's messages, declares gradients otherwise, or cannot carry slices; a ``COLLECTIVE`` that is
-            missing, or that the runtime cannot execute.
+            member for the plan's messages, declares gradients otherwise, or cannot carry slices; a ``COLLECTIVE`` that
+            is missing, or that the runtime cannot execute.
     """
     if not plan.has_communication and dataflow_of(plan).lanes:
         raise StepArgumentError(
@@ -130,57 +130,57 @@ def require_runnable(plan: Plan, position: int, communicator: Communicator, redu
             f"there are reducers for {list(reducers)}; position {position} has a REDUCE for "
             f"{sorted(map(str, reduced[position]))}, and the plan for {sorted(map(str, set().union(*reduced)))}"
         )
-    _require_collectives(plan, position, job.collective_edges)
-    _require_same_gradients(plan, job.forward_edges)
-    _require_verbs(plan, position, communicator)
+    _require_edges(plan, job)
+    _require_actions(plan, position, communicator)
 
 
-def _require_verbs(plan: Plan, position: int, communicator: Communicator) -> None:
-    """Raise for a communicator that cannot send and receive the position's messages, or exchange its collectives."""
-    for action in plan.actions(position):
-        exchanges = action.kind is ActionKind.COLLECTIVE
-        verbs = ("collective",) if exchanges else ("isend", "irecv", "batch") if action.kind.is_message else ()
-        lacking = communicator.lacks(*verbs)
-        if lacking is not None:
-            given, verb = lacking
-            raise StepArgumentError(
-                f"position {position} has {action}, and communicator is {shown(given)}, without {verb}(); "
-                f"pass {'a MultiModulePipelineCommunicator' if exchanges else 'P2PCommunicator(pp_group, config)'}"
-            )
-
-
-def _require_collectives(plan: Plan, position: int, needed: Collection[Any]) -> None:
-    """Raise for messages between modules that share ranks, and for a ``COLLECTIVE`` without an effect of its own."""
+def _require_edges(plan: Plan, job: JobTopology) -> None:
+    """Raise for messages between modules that share ranks, and for gradients on other edges than the job declares."""
+    declares = job.forward_edges is not None and bool(plan.gradient_edges)
     for edge in plan.graph.stage_edges:
         sources, destinations = set(plan.placement[edge.source]), set(plan.placement[edge.destination])
         shared = sources != destinations and not sources.isdisjoint(destinations)
-        if (shared or edge in needed) and edge not in plan.collective_edges:
+        if (shared or edge in job.collective_edges) and edge not in plan.collective_edges:
             raise StepArgumentError(
                 f"the modules of edge {edge} share ranks, which exchange among themselves by a COLLECTIVE: lower the "
                 f"plan with collectives={{{edge!r}: 'a name'}}"
             )
-    for step in plan.positions[position]:
-        for action in actions_of(step):
-            if action.kind is ActionKind.COLLECTIVE and (action.edge is None or isinstance(step, tuple)):
-                raise StepArgumentError(
-                    f"position {position} has {action} {'in a batch' if isinstance(step, tuple) else 'without an edge'}"
-                    "; a COLLECTIVE moves data along an edge, in a step of its own"
-                )
-
-
-def _require_same_gradients(plan: Plan, without: Collection[Any] | None) -> None:
-    """Raise for an edge ``without`` a declared backward on which the plan sends gradients, and the reverse."""
-    if without is None or not plan.gradient_edges:
-        return
-    for edge in plan.graph.stage_edges:
         (source, _), (destination, _) = map(plan.graph.module_of, (edge.source, edge.destination))
-        declared, sent = edge not in without, edge in plan.gradient_edges
-        if declared != sent and (sent or source != destination):
+        declared, sent = edge not in (job.forward_edges or ()), edge in plan.gradient_edges
+        if declares and declared != sent and (sent or source != destination):
             raise StepArgumentError(
                 f"edge {edge} ({source!r} -> {destination!r}) was declared with{'' if declared else 'out'} backward, "
                 f"but the plan sends {'a' if sent else 'no'} gradient along it: name {source!r} in the plan's "
                 "forward_only exactly where the edges that leave it are EdgeOptions(backward=False)"
             )
+
+
+def _require_actions(plan: Plan, position: int, communicator: Communicator) -> None:
+    """Raise for messages without ports, and for a ``COLLECTIVE`` without an exchange, an edge or a step of its own."""
+    lacks_ports = type(communicator).port is Communicator.port
+    for step in plan.positions[position]:
+        for action in actions_of(step):
+            if action.kind.is_message and lacks_ports:
+                raise StepArgumentError(
+                    f"position {position} has {action}, and communicator is {_shown(communicator)}, without port(); "
+                    "pass P2PCommunicator(pp_group, config)"
+                )
+            if action.kind is not ActionKind.COLLECTIVE:
+                continue
+            if action.edge is None or isinstance(step, tuple):
+                raise StepArgumentError(
+                    f"position {position} has {action} {'in a batch' if isinstance(step, tuple) else 'without an edge'}"
+                    "; a COLLECTIVE moves data along an edge, in a step of its own"
+                )
+            if not communicator.exchanges:
+                raise StepArgumentError(
+                    f"position {position} has {action}, and communicator is {_shown(communicator)}, without "
+                    "collective(); pass a MultiModulePipelineCommunicator"
+                )
+
+
+def _shown(communicator: Communicator) -> str:
+    return "None" if type(communicator) is Communicator else shown(communicator)
 
 
 def bare_stages(plan: Plan, position: int, stages: Iterable[int]) -> list[int]:

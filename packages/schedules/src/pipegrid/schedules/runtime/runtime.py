@@ -44,7 +44,7 @@ from pipegrid.schedules.runtime.program import Cursor, Program, programs
 from pipegrid.schedules.runtime.stages.hooks import Hook
 from pipegrid.schedules.runtime.step_failures import PipelineError, StepFailures
 from pipegrid.schedules.runtime.warm_up import warm_up_stages
-from pipegrid.transport.adapted import as_communicator
+from pipegrid.transport.base import as_communicator
 from pipegrid.transport.streams import has_streams
 
 if TYPE_CHECKING:
@@ -83,8 +83,7 @@ class PipelineRuntime:
         plan: a lowered plan, which is verified here, or the `Proof` that `verify` returned for it; the same on every
             rank.
         stages: this rank's stages by global number: exactly those that one position of the plan holds.
-        communicator: moves payloads along the plan's edges: a `Communicator`, or any object with ``isend``,
-            ``irecv`` and ``batch``; None where all stages are here.
+        communicator: moves payloads along the plan's edges; None where all stages are here.
         replica: of this rank, where the plan has routes; it runs position p of replica r as actor ``p + r *
             plan.positions_each``, and microbatches are units. None is the communicator's.
         hooks: called around every action, in order.

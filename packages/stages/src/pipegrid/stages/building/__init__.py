@@ -1,1 +1,1 @@
-"""How the parameters of a stage come to be: by the model's own code, from a checkpoint, or empty."""
+"""The making of a stage's parameters: by the model's own code, from a checkpoint, or empty."""

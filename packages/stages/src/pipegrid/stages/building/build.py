@@ -19,7 +19,7 @@ from torch.nn.parameter import is_lazy
 
 from pipegrid.autograd import is_compiled_in_place
 from pipegrid.core.fields import shown
-from pipegrid.stages.building.origins import REMEDY, Plan
+from pipegrid.stages.building.origins import REMEDY, FirstRun
 from pipegrid.stages.building.pretrained import files_read_by, loads, misfits, stored_twice
 from pipegrid.stages.building.values import Values
 from pipegrid.stages.errors import CheckpointError, CutError
@@ -29,7 +29,7 @@ from pipegrid.stages.safetensors_files import Stored
 
 
 @frozen(eq=False)
-class Planned:
+class PlannedModel:
     """The first run of a function that makes a model.
 
     Attributes:
@@ -41,7 +41,7 @@ class Planned:
 
     factory: Callable[[], nn.Module]
     model: nn.Module
-    plan: Plan
+    plan: FirstRun
     hidden: set[Stored]
 
     def build(self, names: Container[str]) -> nn.Module:
@@ -66,7 +66,7 @@ class Planned:
         return made
 
 
-def planned(factory: Callable[[], nn.Module]) -> Planned:
+def planned(factory: Callable[[], nn.Module]) -> PlannedModel:
     """Run ``factory`` on the meta device; no generator advances, and classes hold what they held before."""
     if not callable(factory):
         raise CutError(f"model is {shown(factory)}; give a torch.nn.Module, or a function that makes one")
@@ -77,7 +77,7 @@ def planned(factory: Callable[[], nn.Module]) -> Planned:
         host.restore()
 
 
-def _planned(factory: Callable[[], nn.Module]) -> Planned:
+def _planned(factory: Callable[[], nn.Module]) -> PlannedModel:
     loaded = loads()
     model, plan = _planned_once(factory, set())
     if loads() and not loaded:  # the function has imported it, and its files were not watched
@@ -85,7 +85,7 @@ def _planned(factory: Callable[[], nn.Module]) -> Planned:
     hidden = stored_twice(model, plan.files_behind)
     if hidden:
         model, plan = _planned_once(factory, hidden)
-    return Planned(factory, model, plan, hidden)
+    return PlannedModel(factory, model, plan, hidden)
 
 
 def whole_of(model: nn.Module | Callable[[], nn.Module]) -> nn.Module:
@@ -117,8 +117,8 @@ def require_not_compiled(model: nn.Module) -> None:
         )
 
 
-def _planned_once(factory: Callable[[], nn.Module], hidden: set[Stored]) -> tuple[nn.Module, Plan]:
-    plan = Plan()
+def _planned_once(factory: Callable[[], nn.Module], hidden: set[Stored]) -> tuple[nn.Module, FirstRun]:
+    plan = FirstRun()
     try:
         with generators_as_before(), _registering(plan.registered), files_read_by(plan.read, hidden), plan:
             model = factory()

@@ -1,9 +1,9 @@
-"""Which parameters the values of a tensor come from, while a function makes a model.
+"""The parameters that the values of a tensor come from, while a function makes a model.
 
 Two runs of the function see the same parameters registered, in one order, the same tensors read from files of weights,
-and the same operations make parameters of others; these are the events. In the first run (`Plan`) parameters are on the
-meta device, and every tensor made of them has the events behind it: a copied layer, a resized embedding, a cast weight.
-The second is `Values` in its own file.
+and the same operations make parameters of others; these are the events. In the first run (`FirstRun`) parameters are
+on the meta device, and every tensor made of them has the events behind it: a copied layer, a resized embedding, a cast
+weight. The second is `Values` in its own file.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Events(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return made
 
 
-class Plan(Events):  # type: ignore[no-untyped-call]
+class FirstRun(Events):  # type: ignore[no-untyped-call]
     """The first run: no parameter has values.
 
     Attributes:
@@ -110,7 +110,7 @@ class Plan(Events):  # type: ignore[no-untyped-call]
         self._read: set[Any] = set()  # memory of what is read
 
     def read(self, stored: Stored) -> Tensor:
-        """What stands for a tensor of a file."""
+        """A tensor on the meta device in place of one of a file."""
         tensor = torch.empty(stored.shape, dtype=stored.dtype, device="meta")
         self._read.add(memory_of(tensor))
         self._origins[memory_of(tensor)] = frozenset([Event.of_file(stored)])
@@ -122,7 +122,7 @@ class Plan(Events):  # type: ignore[no-untyped-call]
         return {event.stored for event in self.behind([parameter]) if event.stored is not None}
 
     def registered(self, parameter: nn.Parameter) -> nn.Parameter:
-        """What a module registers in place of ``parameter``."""
+        """The parameter that a module registers in place of ``parameter``."""
         if parameter in self._same:
             return self._same[parameter]  # type: ignore[no-any-return]
         key = memory_of(parameter)

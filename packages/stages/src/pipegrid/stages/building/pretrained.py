@@ -2,7 +2,8 @@
 
 transformers opens files with `safetensors.safe_open`, by a name in its module, takes slices of all tensors, and reads
 each when its parameter is made. Here that name is replaced while the function runs, and `origins` says what a slice
-gives: a tensor on the meta device in the first run; in the second the values, or memory that all foreign tensors share.
+gives: a tensor on the meta device in the first run; in the second the values, or memory that all tensors of other
+stages share.
 """
 
 from __future__ import annotations
@@ -87,15 +88,15 @@ class _File:
     def get_slice(self, name: str) -> Any:
         found = self._file.get_slice(name)
         stored = self._stored.get(name)
-        return found if stored is None else _Slice(found, partial(self._source, stored))
+        return found if stored is None else _TensorSlice(found, partial(self._source, stored))
 
     def get_tensor(self, name: str) -> Tensor:
         tensor: Tensor = self.get_slice(name)[...]
         return tensor
 
 
-class _Slice:
-    """What `get_slice` returns: shape and dtype of a tensor, and its values where they are asked for."""
+class _TensorSlice:
+    """The result of `get_slice`: shape and dtype of a tensor, and its values where they are asked for."""
 
     def __init__(self, found: Any, values: Callable[[], Tensor]) -> None:
         self._found, self._values = found, values

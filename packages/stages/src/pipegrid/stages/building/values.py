@@ -13,17 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipegrid.stages.building.origins import REMEDY, Event, Events, Plan
+from pipegrid.stages.building.origins import REMEDY, Event, Events, FirstRun
 from pipegrid.stages.errors import CutError
 from pipegrid.stages.safetensors_files import Stored
 from pipegrid.stages.torch_compat import (
-    blank,
     called_on_meta,
     extent_of,
     is_random,
     makes_memory,
     memory_of,
     name_of,
+    nan_like,
     reads_shapes_only,
     tensors_in,
     tree_map_only,
@@ -32,7 +32,7 @@ from pipegrid.stages.torch_compat import (
 
 
 class Scratch:
-    """Memory of ``nbytes`` on each device, which all foreign tensors share."""
+    """Memory of ``nbytes`` on each device, which all tensors of other stages share."""
 
     def __init__(self, nbytes: int) -> None:
         self._nbytes = nbytes
@@ -68,12 +68,12 @@ class Values(Events):  # type: ignore[no-untyped-call]
     Args:
         plan: of the first run.
         needed: the events that get values.
-        foreign: of the others, those behind parameters without values.
+        others: those behind parameters without values.
     """
 
-    def __init__(self, plan: Plan, needed: set[Event], foreign: set[Event]) -> None:
+    def __init__(self, plan: FirstRun, needed: set[Event], others: set[Event]) -> None:
         super().__init__()
-        self._plan, self._needed, self._foreign = plan, needed, foreign - needed
+        self._plan, self._needed, self._others = plan, needed, others - needed
         self._known: dict[Any, Event] = {}
         self._scratch = Scratch(plan.nbytes)
         self._mixed: dict[Any, str] = {}  # memory with values made of scratch, by the operation
@@ -88,7 +88,7 @@ class Values(Events):  # type: ignore[no-untyped-call]
         return tensor
 
     def registered(self, parameter: nn.Parameter) -> nn.Parameter:
-        """What a module registers in place of ``parameter``."""
+        """The parameter that a module registers in place of ``parameter``."""
         if self._scratch.has(parameter):
             return parameter
         if parameter in self._same:
@@ -98,7 +98,7 @@ class Values(Events):  # type: ignore[no-untyped-call]
             event = self._known[memory_of(parameter)] = self.registration(parameter)
             if event not in self._plan.parameters[event.parameter : event.parameter + 1]:
                 self._require_equal_run()
-        if event in self._needed or parameter.is_meta or (event.name and event not in self._foreign):
+        if event in self._needed or parameter.is_meta or (event.name and event not in self._others):
             return parameter
         return self._replace(parameter, self._scratch.view(parameter, parameter.device))
 
@@ -115,7 +115,7 @@ class Values(Events):  # type: ignore[no-untyped-call]
         self._require_equal_run()
         for parameter in parameters:
             if self._scratch.has(parameter):
-                parameter.data = blank(parameter, parameter.device)
+                parameter.data = nan_like(parameter, parameter.device)
         self._scratch.fill()
 
     def _require_equal_run(self) -> None:
@@ -139,7 +139,7 @@ class Values(Events):  # type: ignore[no-untyped-call]
             if results is None:
                 results = result = func(*args, **kwargs)
             event = self.operation(func, tensors_in(results))
-            if event in self._foreign:
+            if event in self._others:
                 if is_random(func) and result is None:
                     func(*args, **kwargs)  # the generator advances
                 device = torch.device(kwargs.get("device") or known[0].device)

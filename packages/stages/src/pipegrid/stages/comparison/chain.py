@@ -86,7 +86,7 @@ def forwards(
 def _differentiable(
     came: Sequence[Tensor], sent: Sequence[tuple[int, Tensor]]
 ) -> tuple[list[Tensor], list[tuple[int, Tensor]]]:
-    """What came with a gradient, and what was sent for it."""
+    """The tensors that came with a gradient, and those that were sent for them."""
     pairs = [(one, origin) for one, origin in zip(came, sent, strict=True) if one.requires_grad]
     return [one for one, _ in pairs], [origin for _, origin in pairs]
 

@@ -223,7 +223,7 @@ def compare(
 
 
 class _Hosts:
-    """What Python shares, for the whole model and each stage as if each had a process of its own."""
+    """The state that Python shares, for the whole model and each stage as if each had a process of its own."""
 
     def __init__(self, make: Callable[[], nn.Module]) -> None:
         self._make = make
@@ -282,7 +282,7 @@ def _placed(whole: nn.Module, batch: Any, dtype: torch.dtype | None) -> Any:
 
 
 def _called(whole: nn.Module, args: Any, kwargs: Any) -> Any:
-    """What the whole model returns for a copy of the batch, to which it may write."""
+    """The output of the whole model for a copy of the batch, to which it may write."""
     args, kwargs = _placed(whole, (args, kwargs), None)
     return whole(*args, **without_cache(accepted_by(whole), kwargs))
 
@@ -356,7 +356,7 @@ def _updates(
     hosts: _Hosts,
     limit: float,
 ) -> Iterator[Compared]:
-    """What an optimizer of each stage makes of its parameters, beside one of all; of equal gradients, those of all."""
+    """Updates of an optimizer for each stage, beside one of all; of equal gradients, those of all."""
     before = {name: one.detach().clone() for name, one in trained(whole).items()}
     after = dict(_stepped(optimizer, whole, {}, right, hosts))
     for stage in stages:

@@ -1,4 +1,4 @@
-"""What a proof of a cut says: what crosses each boundary of a layout, and what is wrong."""
+"""The result of a proof of a cut: the values that cross each boundary of a layout, and the faults."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Crossing:
 
 @frozen
 class Boundary:
-    """Where one stage ends and the next begins.
+    """The end of one stage and the begin of the next.
 
     Attributes:
         stage: the number of the stage behind it.
@@ -94,7 +94,7 @@ class Skip:
 
 @frozen
 class CutProof:
-    """What crosses the boundaries of a cut.
+    """The values that cross the boundaries of a cut.
 
     Attributes:
         layout: in its short form.

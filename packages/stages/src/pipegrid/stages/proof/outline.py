@@ -38,7 +38,7 @@ class Outline:
 
     @cached_property
     def first_names(self) -> dict[str, str]:
-        """Of each name of a parameter, the first of its names."""
+        """The first of a parameter's names, by each of them."""
         named = list(self.model.named_parameters(remove_duplicate=False))
         first: dict[int, str] = {}
         return {name: first.setdefault(id(one), name) for name, one in named}

@@ -24,11 +24,11 @@ from pipegrid.stages.host_state import HostState
 from pipegrid.stages.names import Names
 from pipegrid.stages.proof.boundaries import Boundary, Crossing, CutProof, Skip, named
 from pipegrid.stages.proof.outline import Outline
-from pipegrid.stages.proof.segments import Call, difference
+from pipegrid.stages.proof.segments import ModelCall, difference
 from pipegrid.stages.proof.skipping import Crossings, crossings_of, running
 from pipegrid.stages.proof.trace import Trace, trace
 from pipegrid.stages.proof.traced import Operation, Traced
-from pipegrid.stages.shell import Needs
+from pipegrid.stages.skeleton import Needs
 from pipegrid.stages.skips import Skips
 from pipegrid.stages.torch_compat import mapped_by_place, meta_copy, named_leaves, tree_leaves
 
@@ -93,14 +93,14 @@ def proof_of(
         loss: of what the model returns.
     """
     kwargs = without_cache(accepted_by(outline.model), kwargs)
-    call, host = Call(args, kwargs, hidden, loss), HostState(outline.model)
+    call, host = ModelCall(args, kwargs, hidden, loss), HostState(outline.model)
     try:
         return _proof_of(outline, call, host, dropped)
     finally:
         host.restore()  # no trace of the runs is left
 
 
-def _proof_of(outline: Outline, call: Call, host: HostState, dropped: Sequence[str]) -> tuple[CutProof, Needs]:
+def _proof_of(outline: Outline, call: ModelCall, host: HostState, dropped: Sequence[str]) -> tuple[CutProof, Needs]:
     assignment, layers, layout = outline.assignment, outline.assignment.layers, outline.layout
     args, kwargs, hidden, loss = call.args, call.kwargs, call.hidden, call.loss
     given = {name: value for name, value in kwargs.items() if name not in dropped}
@@ -167,7 +167,7 @@ def _proof_of(outline: Outline, call: Call, host: HostState, dropped: Sequence[s
 
 
 def place(operation: Operation) -> str:
-    """Where an operation ran, in words."""
+    """The place of an operation, in words."""
     name = operation.name.removeprefix("aten.").partition(".")[0]
     return f"by {name} in {operation.part or 'the model'} ({operation.line})"
 
@@ -254,7 +254,7 @@ def _drawn_by_host(forward: Trace) -> Iterator[str]:
 
 
 def _changed(forward: Trace, other: Trace, dropped: Sequence[str], first: int) -> Iterator[str]:
-    """What is computed in another way behind boundary ``first`` where arguments are dropped."""
+    """The first operation that changes behind boundary ``first`` where arguments are dropped."""
     behind = ([(one, values) for one, values in run.behind or () if one.passed > first] for run in (forward, other))
     for (one, values), (there, others) in zip_longest(*behind, fillvalue=(_NOTHING, ())):
         if (one.name, one.passed, values) != (there.name, there.passed, others):
@@ -265,7 +265,7 @@ def _changed(forward: Trace, other: Trace, dropped: Sequence[str], first: int) -
 
 
 def _drawn(forward: Trace, order: str) -> str:
-    """What the model decides behind its first layer by random numbers, or in place of layers; "" if nothing."""
+    """A decision of the model behind its first layer by random numbers, or in place of layers; "" if there is none."""
     for read in forward.draws:
         if order or read.passed:
             return (
@@ -276,7 +276,7 @@ def _drawn(forward: Trace, order: str) -> str:
 
 
 def _order(forward: Trace, layers: Sequence[str]) -> str:
-    """What is wrong with the order of the layers; "" if nothing is."""
+    """The fault in the order of the layers; "" if there is none."""
     if forward.order == list(range(len(layers))):
         return ""
     ran = [layers[number] for number in forward.order]
@@ -304,7 +304,7 @@ def _parameters(forward: Trace, assignment: Assignment, handed_on: AbstractSet[t
 
 
 class Proofs:
-    """What crosses the boundaries of a cut, by what calls are made of: names, dtypes, None or not, flags.
+    """Proofs of a cut, by what calls are made of: names, dtypes, None or not, flags.
 
     Shared by the stages of one `pipeline_stage`.
     """
@@ -389,7 +389,7 @@ class Proofs:
 
 
 def _key(stage: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], hidden: Tensor | None) -> object:
-    """What of a call may change the operations of a forward."""
+    """The parts of a call that may change the operations of a forward."""
     given = []
     for name, one in kwargs.items():  # most are tensors
         given.append((name, (one.dtype, one.dim()) if isinstance(one, Tensor) else _kind(one)))
@@ -400,7 +400,7 @@ _NAME = itemgetter(0)
 
 
 def _kind(value: Any) -> object:
-    """What of an argument may change the operations of a forward."""
+    """The part of an argument that may change the operations of a forward."""
     if isinstance(value, Tensor):
         return value.dtype, value.dim()
     return repr(value) if value is None or isinstance(value, (bool, int, float, str)) else type(value).__name__
@@ -427,5 +427,5 @@ class Absent(Tensor):
 
 
 def without(result: Any, places: Sequence[str]) -> Any:
-    """What the model returns on the last stage, with stand-ins at ``places``."""
+    """The model's output on the last stage, with stand-ins at ``places``."""
     return mapped_by_place(lambda place, leaf: Absent.at(place) if place in places else leaf, result)

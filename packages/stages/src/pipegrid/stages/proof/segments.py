@@ -21,13 +21,13 @@ from torch.func import functional_call
 from pipegrid.core.skips import values_by_edge
 from pipegrid.stages.assignment import joined
 from pipegrid.stages.calls import accepted_by, by_name
-from pipegrid.stages.flow import Flow
+from pipegrid.stages.flow import StageFlow
 from pipegrid.stages.host_state import HostState
 from pipegrid.stages.proof.outline import Outline
 from pipegrid.stages.proof.trace import Trace, device_of, first_of, line_of, run, tensors_of, trace, watch
 from pipegrid.stages.proof.traced import Operation, traced_in
-from pipegrid.stages.shell import Foreign, Needs, Run, shell_of
-from pipegrid.stages.skips import Carrier, Skips, Value
+from pipegrid.stages.skeleton import Needs, Placeholder, StageRun, skeleton_of
+from pipegrid.stages.skips import SkipCarrier, Skips, Value
 from pipegrid.stages.torch_compat import named_leaves
 
 _NOTHING = Operation("", "", "", 0)
@@ -35,7 +35,7 @@ _HOST = "what layers share through Python, or ask of the model, is not sent betw
 
 
 @frozen(eq=False)
-class Call:
+class ModelCall:
     """A call of the whole model, to be traced; attributes as the arguments of `trace`."""
 
     args: Sequence[Any]
@@ -55,8 +55,8 @@ class Call:
         return [*runs, trace(outline, self.args, self.kwargs, **options)] if host.changed() else runs  # type: ignore[arg-type]
 
 
-def difference(outline: Outline, call: Call, runs: Sequence[Trace], host: HostState, needs: Needs) -> str:
-    """What a stage computes in another way than the whole model, in words; "" where nothing is.
+def difference(outline: Outline, call: ModelCall, runs: Sequence[Trace], host: HostState, needs: Needs) -> str:
+    """The first difference of a stage from the whole model, in words; "" where there is none.
 
     Where layers read numbers that are not there, all is run again with others in their place.
 
@@ -79,7 +79,7 @@ def difference(outline: Outline, call: Call, runs: Sequence[Trace], host: HostSt
     return _first_difference(outline, unlike, runs, host, needs)
 
 
-def _first_difference(outline: Outline, call: Call, runs: Sequence[Trace], host: HostState, needs: Needs) -> str:
+def _first_difference(outline: Outline, call: ModelCall, runs: Sequence[Trace], host: HostState, needs: Needs) -> str:
     for number in range(1 if call.hidden else 0, outline.assignment.num_stages):
         host.restore()
         stage = _Stage(outline, number, needs)
@@ -95,18 +95,18 @@ def _first_difference(outline: Outline, call: Call, runs: Sequence[Trace], host:
     return ""
 
 
-class _Run(Run):
+class _Run(StageRun):
     """A forward of a stage without values, whose stand-ins are those of a trace."""
 
     placed: Callable[[Tensor], Tensor]
 
-    def blank(self, like: Tensor) -> Tensor:
+    def stand_in(self, like: Tensor) -> Tensor:
         """A tensor that another stage makes, in place of NaN."""
-        return self.placed(super().blank(like))
+        return self.placed(super().stand_in(like))
 
 
 class _Stage(nn.Module):
-    """A stage without values; its forward is `Flow.run`."""
+    """A stage without values; its forward is `StageFlow.run`."""
 
     def __init__(self, outline: Outline, number: int, needs: Needs) -> None:
         super().__init__()
@@ -114,11 +114,11 @@ class _Stage(nn.Module):
         self.outline, self.number, self.absent = outline, number, needs.absent
         # Copies are no operations of the model: a trace has a tensor of its own for all that arrives or stands in.
         self.running = _Run(needs=evolve(needs, writes=False))
-        self.whole = shell_of(outline.model, assignment, number, self.running)
-        self.flow = Flow(self.whole, assignment, number)
+        self.whole = skeleton_of(outline.model, assignment, number, self.running)
+        self.flow = StageFlow(self.whole, assignment, number)
         self.last = number == assignment.num_stages - 1
         self.skips = needs.skips or Skips({})
-        self.carrier = Carrier(self.whole, number, range(assignment.num_stages))
+        self.carrier = SkipCarrier(self.whole, number, range(assignment.num_stages))
         self.given: dict[Value, Any] = {}
         edges = values_by_edge(self.skips.uses, range(assignment.num_stages))
         self.came = {edge: values for edge, values in edges.items() if edge.destination == number}
@@ -128,7 +128,7 @@ class _Stage(nn.Module):
         self.ghosts = [
             (table, key, one, joined(joined(part.name, path) if path else part.name, key))
             for part in self.whole.modules()
-            if isinstance(part, Foreign)
+            if isinstance(part, Placeholder)
             for path, inner in part.ghost.named_modules()
             for table in (inner._parameters, inner._buffers)  # noqa: SLF001 -- the tensors take part in no forward of a stage
             for key, one in table.items()
@@ -136,20 +136,20 @@ class _Stage(nn.Module):
         ]
 
     def forward(self, received: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """As on a rank."""
+        """Run the stage as a rank does."""
         if self.skips.uses:
             self.carrier.arrived = {edge: [self._given(one) for one in values] for edge, values in self.came.items()}
             self.carrier.begin(self.skips, received, copies=False)
         return self.flow.run(self.running, received, args, kwargs)
 
     def _given(self, value: Value) -> Any:
-        """What came in place of a value; a parameter is known by its name wherever it is."""
+        """The tensor that came in place of a value; a parameter is known by its name wherever it is."""
         if not value.is_parameter:
             return self.given[value]
         table, key, _ = self.carrier.place_of(value)
         return table[key]
 
-    def traced(self, whole: Trace, call: Call) -> Trace:
+    def traced(self, whole: Trace, call: ModelCall) -> Trace:
         """The trace of a forward, of what the trace of the whole model has sent to the stage."""
         before, encoders = self.flow.before, self.flow.encoders
         first = min(before, encoders or before)  # what the encoder has sent, each stage behind it has
@@ -185,7 +185,7 @@ class _Stage(nn.Module):
         return mode
 
     def difference(self, whole: Trace, found: Trace) -> str:
-        """What the stage has computed in another way than the whole model."""
+        """The first difference of the stage from the whole model, in words."""
         runs, first, after = (whole, found), self.flow.before + (self.number > 0), self.flow.after
         for boundary in range(first, after + 1):
             if whole.ends[boundary] != found.ends.get(boundary):

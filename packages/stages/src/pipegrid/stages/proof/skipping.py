@@ -1,4 +1,4 @@
-"""Which values that cross boundaries can be handed on: what parts return, and what the model's code makes of that.
+"""Values that cross boundaries and can be handed on: results of parts, and those of the model's own code.
 
 A stage runs all of the model's own code, so it makes by itself what that computes of values that it has. It lacks what
 parts on other stages return: these values are handed on. What a part keeps elsewhere, or a random number drawn between
@@ -40,7 +40,7 @@ class Crossings:
 
 
 def crossings_of(forward: Trace, outline: Outline, uses: Iterable[tuple[Traced, Operation, Operation]]) -> Crossings:
-    """How the values of ``uses``, each with its maker and its user behind a boundary, come to their users."""
+    """The ways of the values of ``uses``, each with its maker and its user behind a boundary, to their users."""
     finder = _Finder(forward, outline.assignment, None if outline.encoder is None else outline.encoder[1])
     users: dict[Value, set[int]] = {}
     left = set[tuple[int, int]]()
@@ -134,7 +134,7 @@ class _Finder:
                         yield name, stage
 
     def values(self, made: Made, stage: int) -> frozenset[Value] | None:
-        """What ``stage`` lacks to have a tensor; None: it cannot have it."""
+        """The values that ``stage`` lacks to have a tensor; None: it cannot have it."""
         found, open_, seen = set[Value](), [made], set[tuple[int, int]]()
         while open_:
             tensor, operation = open_.pop()
@@ -151,7 +151,7 @@ class _Finder:
         return frozenset(found)
 
     def _inputs(self, tensor: Traced, operation: Operation, stage: int) -> Value | list[Made] | None:
-        """Of one tensor: the value that it is, or what it is made of, nothing where the stage has it."""
+        """The value that a tensor is, or the tensors that it is made of; none where the stage has it."""
         if tensor.parameter:
             holders = self.holders(tensor.parameter)
             if stage in holders:
@@ -169,7 +169,7 @@ class _Finder:
         return list(operation.inputs)
 
     def sent(self, stage: int) -> list[Traced]:
-        """What the model's own code has of what the stage before has sent."""
+        """The tensors of the stage before that the model's own code has."""
         before, encoded = self.assignment.before(stage), self.encoded
         at = [before] if before else []
         at += [encoded] if encoded is not None and encoded < before else []

@@ -95,9 +95,10 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         first: int = 0,
         skips: AbstractSet[Value] = frozenset(),
     ) -> None:
-        """Trace on ``device``; see `trace`, and ``first``: of a stage, the boundary that it begins at.
+        """Trace on ``device``, from the boundary ``first`` at which a stage begins.
 
-        ``skips``: the values that stages have, by their own parts or from others.
+        ``compared`` and ``unlike`` as of `trace`; ``skips``: the values that stages have, by their own parts or from
+        others.
         """
         super().__init__()  # type: ignore[no-untyped-call]
         self.device, self.running = device, False
@@ -161,7 +162,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     # ---- What tensors are made of
 
     def reference(self, tensor: Traced) -> str:
-        """What a tensor is: its values, its place in what was sent, its name, or a signature of all it was made of."""
+        """A text for a tensor: its values, its place among those sent, its name, or the signature of its makers."""
         written = tensor.cell.written
         if tensor.cell.known and not tensor.behind.is_meta:
             return self._digest(tensor)
@@ -219,7 +220,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.applied.append(operation)
 
     def _number(self, dtype: torch.dtype) -> Any:
-        """What the host reads in place of a value that is not there; the same in the same part at each run.
+        """A number for the host in place of a value that is not there; the same in the same part at each run.
 
         A number that no code has by itself, so that it shows where a part keeps it and another one takes it.
         """
@@ -364,7 +365,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._cell(tensor.behind, tensor.cell)
 
     def _shape(self, value: Any) -> Any:
-        """What is behind a tensor, without values."""
+        """The tensor behind a traced one, without values."""
         if not isinstance(value, Traced):
             return value
         if not value.cell.known:
@@ -416,7 +417,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         stack.enter_context(part.register_forward_hook(lambda _, __, result: self.end(result)))
 
     def watch_layer(self, stack: ExitStack, layer: nn.Module, name: str, number: int, *, ends: bool) -> None:
-        """The same of a layer, which begins or ends at a boundary."""
+        """Watch a layer, which begins or ends at a boundary."""
 
         def begin(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if number == 0 and not self.order:
@@ -455,7 +456,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.passed += 1
 
     def stand_ins(self, sent: Any) -> Any:
-        """What a stage has in place of what others send: values that the batch determines, else shapes."""
+        """Stand-ins on a stage for tensors of others: values that the batch determines, else shapes."""
         made: dict[int, Traced] = {}  # what is sent twice stays one
         return tree_map_only(Tensor, lambda one: made.setdefault(id(one), self._stand_in(one)), sent)
 
@@ -552,7 +553,7 @@ def _line() -> str:
 
 
 def line_of(error: BaseException) -> str:
-    """The same, of where an error was raised."""
+    """The line of the model's code at which an error was raised."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_models(frame.filename)]
     return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else "outside of its code"
 

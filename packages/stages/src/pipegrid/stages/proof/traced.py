@@ -57,7 +57,7 @@ class Operation:
 
 @define(eq=False)
 class Cell:
-    """What a storage holds.
+    """The content of a storage.
 
     Attributes:
         known: the batch alone determines it, and it has values.
@@ -152,7 +152,7 @@ class Traced(Tensor):
         return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
 
     def __format__(self, spec: str) -> str:
-        """Of a scalar its number, which is a read by the host, as of every other tensor."""
+        """The number of a scalar, a read by the host; of every other tensor, as `repr`."""
         return format(repr(self) if self.dim() else self.item(), spec)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
@@ -188,7 +188,7 @@ def read(func: Any, args: tuple[Any, ...], number: Callable[[torch.dtype], Any])
 
 
 def _grouped_shape(a: torch.Size, b: torch.Size, offsets: torch.Size) -> tuple[int, ...]:
-    """Of a grouped matrix product: groups are rows of ``a``, columns of ``b``, or a part of the inner axis."""
+    """The shape of a grouped matrix product: groups are rows of ``a``, columns of ``b``, or parts of the inner axis."""
     if len(a) == len(b) == 2:
         return (*offsets, a[0], b[1])
     return (a[-2], b[-1]) if len(a) != len(b) else (a[0], a[1], b[2])

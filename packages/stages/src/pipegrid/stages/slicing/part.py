@@ -1,4 +1,4 @@
-"""What a stage asks of the slice of a sequence that it computes."""
+"""The slice of a sequence, as a stage uses it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Protocol
 from torch import Tensor
 
 
-class Slice(Protocol):
+class SequenceSlice(Protocol):
     """A slice of a microbatch, as a runtime hands it to a stage; `pipegrid.schedules.Slice` is one."""
 
     def update(self, keys: Tensor, values: Tensor, layer: Hashable, *, dim: int = -2) -> tuple[Tensor, Tensor]:
@@ -20,7 +20,7 @@ class Slice(Protocol):
         ...
 
     def past(self, key: Hashable) -> tuple[Tensor, ...]:
-        """What the earlier slices have kept under ``key``, in the order of the sequence."""
+        """The tensors that earlier slices have kept under ``key``, in the order of the sequence."""
         ...
 
     def keep(self, key: Hashable, tensor: Tensor) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
 if TYPE_CHECKING:
-    from pipegrid.stages.slicing.part import Slice
+    from pipegrid.stages.slicing.part import SequenceSlice
 
 
 class SliceCache(Cache):
@@ -18,7 +18,7 @@ class SliceCache(Cache):
         read: the numbers of the layers that have read their entry.
     """
 
-    def __init__(self, part: Slice, num_layers: int, past: int) -> None:
+    def __init__(self, part: SequenceSlice, num_layers: int, past: int) -> None:
         self.read: set[int] = set()
         super().__init__(layers=[_Layer(part, number, past, self.read) for number in range(num_layers)])
 
@@ -29,7 +29,7 @@ class _Layer(DynamicLayer):  # type: ignore[no-untyped-call]  # of transformers
     Also that of a sliding window: it has all tokens, and the model's mask hides those outside of the window.
     """
 
-    def __init__(self, part: Slice, number: int, past: int, read: set[int]) -> None:
+    def __init__(self, part: SequenceSlice, number: int, past: int, read: set[int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._part, self._number, self._past, self._read = part, number, past, read
 

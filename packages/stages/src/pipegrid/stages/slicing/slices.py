@@ -19,7 +19,7 @@ from pipegrid.stages.errors import CutError
 from pipegrid.stages.transformers_compat import cache_name, require_known_names
 
 if TYPE_CHECKING:
-    from pipegrid.stages.slicing.part import Slice
+    from pipegrid.stages.slicing.part import SequenceSlice
 
 _INPUTS = ("input_ids", "inputs_embeds", "attention_mask", "position_ids")
 """Arguments whose values for a token do not depend on later tokens."""
@@ -33,7 +33,7 @@ def forward_of_slice(
     whole: nn.Module,
     assignment: Assignment,
     number: int,
-    part: Slice,
+    part: SequenceSlice,
     tokens: Tensor,
     given: Mapping[str, Any],
     cache_argument: str,
@@ -122,7 +122,7 @@ def require_slices(stage: nn.Module, whole: nn.Module, assignment: Assignment) -
 
 
 def other_states(model: nn.Module, layers: Iterable[str], config: Any) -> list[str]:
-    """What of a model's ``layers`` keeps another state than keys and values: convolutions, linear attention."""
+    """Parts of a model's ``layers`` with another state than keys and values: convolutions, linear attention."""
     parts = {layer: model.get_submodule(layer) for layer in layers}
     convolutions = [
         f"{layer}.{name}"

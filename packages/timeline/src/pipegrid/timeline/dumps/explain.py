@@ -12,7 +12,7 @@ from attrs import Factory, asdict, frozen
 from pipegrid.plans.plan import Plan
 from pipegrid.timeline.dumps.places import Place, first_to_come, places_in
 from pipegrid.timeline.dumps.read import Dump, DumpError, Entry
-from pipegrid.timeline.dumps.waits import Job, Wait, group_of, job_of, stuck_of, waits_of
+from pipegrid.timeline.dumps.waits import DumpedJob, Wait, group_of, job_of, stuck_of, waits_of
 
 Confidence: TypeAlias = Literal["certain", "likely", "possible"]
 _ALIKE = ("all_reduce", "broadcast", "reduce", "barrier", "_all_gather_base", "_reduce_scatter_base", "send", "recv")
@@ -167,7 +167,7 @@ def explain(
     )
 
 
-def _reason(rank: int, job: Job, waits: Iterable[Wait]) -> tuple[Confidence, str]:
+def _reason(rank: int, job: DumpedJob, waits: Iterable[Wait]) -> tuple[Confidence, str]:
     if rank not in job.pending:
         return "possible", "it has no dump"
     if not job.pending[rank]:

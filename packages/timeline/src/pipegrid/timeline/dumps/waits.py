@@ -57,7 +57,7 @@ def group_of(entry: Entry) -> _Group:
 
 
 @frozen
-class Job:
+class DumpedJob:
     """The entries of each rank with a dump: launched and not ended, in order; the first unit of those; ended ones.
 
     ``ended``: of a group, on each rank with entries of it, the last collective that has ended, as far as these tell.
@@ -68,7 +68,7 @@ class Job:
     ended: Mapping[_Group, Mapping[int, int]]
 
 
-def job_of(dumps: Iterable[Dump]) -> Job:
+def job_of(dumps: Iterable[Dump]) -> DumpedJob:
     """Collect each rank's pending entries, its first pending unit, and the last collectives that have ended."""
     pending: dict[int, list[Entry]] = {}
     first: dict[int, list[Entry]] = {}
@@ -82,10 +82,10 @@ def job_of(dumps: Iterable[Dump]) -> Job:
                 done = entry.sequence if entry.ended else entry.sequence - 1  # a group's collectives end in order
                 if entry.ended or dump.rank not in own_ended:
                     own_ended[dump.rank] = max(done, own_ended.get(dump.rank, done))
-    return Job(pending, first, ended)
+    return DumpedJob(pending, first, ended)
 
 
-def stuck_of(job: Job) -> list[Stuck]:
+def stuck_of(job: DumpedJob) -> list[Stuck]:
     """The first collective of each rank that it has not ended and others have, if there is one."""
     found = []
     for rank, entries in job.pending.items():
@@ -99,7 +99,7 @@ def stuck_of(job: Job) -> list[Stuck]:
     return found
 
 
-def waits_of(job: Job) -> list[Wait]:
+def waits_of(job: DumpedJob) -> list[Wait]:
     """The waits of each rank in its first unit; a rank without a dump counts as one that has launched nothing."""
     place: dict[_Unit, dict[int, Entry]] = defaultdict(dict)
     ends: dict[_Way, list[tuple[int, Entry]]] = defaultdict(list)

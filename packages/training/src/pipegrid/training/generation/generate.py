@@ -21,8 +21,7 @@ from pipegrid.training.generation.kv_cache import kv_cache_of
 from pipegrid.training.generation.part import ModulePart
 from pipegrid.training.generation.sampling import Sampling
 from pipegrid.training.generation.texts import Texts
-from pipegrid.transport.adapted import as_communicator
-from pipegrid.transport.base import Communicator
+from pipegrid.transport.base import Communicator, as_communicator
 
 
 @torch.no_grad()
@@ -111,7 +110,7 @@ def _go_on(
     name: str,
     graph: ModuleGraph | None,
 ) -> None:
-    """From the ``logits`` of the first pass on, a pass over module ``name`` per token, until all rows have ended."""
+    """Run a pass over module ``name`` per token, from the ``logits`` of the first on, until all rows have ended."""
     texts.append(logits)
     alone = graph is None or len(graph.modules) == 1
     part = communicator if graph is None or alone else ModulePart(as_communicator(communicator), name, graph)

@@ -50,20 +50,20 @@ class ModulePart(Communicator):
         return self._whole.port(self._edge(edge), direction)
 
     def batch(self) -> AbstractContextManager[None]:
-        """See `Communicator.batch`."""
+        """Start the block's sends and receives as a batch of the whole communicator."""
         return self._whole.batch()
 
     @property
     def batches(self) -> bool:
-        """See `Communicator.batches`."""
+        """Whether a batch of the whole communicator is more than its messages one by one."""
         return self._whole.batches
 
     def in_order(self) -> AbstractContextManager[None]:
-        """See `Communicator.in_order`."""
+        """Start transfers of the whole communicator in the order of calls inside the block."""
         return self._whole.in_order()
 
     def neighbours(self, edges: Iterable[Edge]) -> Handshake | None:
-        """See `Communicator.neighbours`."""
+        """The handshake with the ranks at the other ends of these edges of the module."""
         return self._whole.neighbours(map(self._edge, edges))
 
     def abort(self, reason: str) -> None:

@@ -12,7 +12,7 @@ from pipegrid.training.errors import GenerationError
 
 @frozen(field_transformer=checked_fields(GenerationError))
 class Sampling:
-    """How a token is drawn, in the order of Hugging Face: temperature, ``top_k``, ``top_p``, then one draw per row.
+    """The draw of a token, in the order of Hugging Face: temperature, ``top_k``, ``top_p``, then one draw per row.
 
     Microbatch ``m`` of ``M`` of replica ``d`` (the rank in the ``dp`` group) is number ``n = d * M + m`` of the job.
     It has a generator of its own with the seed ``seed + n``, so its tokens are those that ``generate`` of Hugging Face

@@ -1,4 +1,4 @@
-"""What the microbatches of a step count, and what that makes of a loss: known before the first backward."""
+"""Counts of a step's microbatches, and the weights of losses by them: known before the first backward."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _LOOK_SECONDS = 0.2
 
 
 def beginning(call: str, counts: Sequence[float] = (), *, ready: bool = False) -> list[float]:
-    """What a call begins with, to be added up over the job: ``counts`` by rule, the marks of the call, ``ready``."""
+    """The row of a call to be added up over the job: ``counts`` by rule, the marks of the call, ``ready``."""
     return [*(counts or [0.0] * len(NAMES)), *(float(call == each) for each in CALLS), float(ready)]
 
 
@@ -55,8 +55,8 @@ def _sums(microbatches: Sequence[Microbatch]) -> list[float]:
 
 
 @define(eq=False)
-class Meeting:
-    """Where the ranks of a job meet in a call: one all-reduce, which begins with it and is waited for when it matters.
+class CallMeeting:
+    """The meeting of a job's ranks in a call: one all-reduce, which begins with it and is waited for when it matters.
 
     Attributes:
         call: of `CALLS`.
@@ -78,7 +78,7 @@ class Meeting:
         waiting: Waiting,
         *,
         ready: bool = False,
-    ) -> Meeting:
+    ) -> CallMeeting:
         """Start to add the counts of ``microbatches``, those whose loss this rank has, to those of the others."""
         sums = torch.tensor(beginning(call, _sums(microbatches), ready=ready), dtype=torch.float64, device=device)
         return cls(call, sums, reduce_few(sums, group), waiting)
@@ -115,28 +115,28 @@ class Meeting:
 
 @define(eq=False)
 class StepCounts:
-    """What all microbatches of a step count, on all replicas."""
+    """The counts of all microbatches of a step, on all replicas."""
 
     _totals: Tensor | None  # by rule, float64; None where they are those of the meeting
-    _meeting: Meeting | None = None
+    _meeting: CallMeeting | None = None
     _numbers: list[float] | None = field(default=None, init=False)
     of_means: dict[tuple[int, float], tuple[Tensor, Tensor]] = field(factory=dict, init=False)
     """What `of_mean` has returned: most microbatches of a step count the same."""
 
     @classmethod
-    def told(cls, meeting: Meeting) -> StepCounts:
-        """Those that the ranks tell each other."""
+    def told(cls, meeting: CallMeeting) -> StepCounts:
+        """The counts that the ranks add up in a meeting."""
         return cls(None, meeting)
 
     @classmethod
     def known(cls, microbatches: Sequence[Microbatch], number: int, device: torch.device) -> StepCounts:
-        """Those of a job whose ``number`` microbatches are all ``microbatches`` of the ranks with the loss."""
+        """The counts of a job whose ``number`` microbatches are all ``microbatches`` of the ranks with the loss."""
         *sums, _ = _sums(microbatches)
         return cls(torch.tensor([*sums, float(number)], dtype=torch.float64, device=device))
 
     @property
     def totals(self) -> Tensor:
-        """By rule, float64; raises as `Meeting.wait`."""
+        """The counts by rule, float64; raises as `CallMeeting.wait`."""
         if self._totals is None:
             assert self._meeting is not None  # one of the two is there
             self._meeting.wait()
@@ -144,7 +144,7 @@ class StepCounts:
         return self._totals
 
     def weight(self, rule: int, count: Tensor | float) -> Tensor:
-        """What a microbatch of ``count`` weighs; the weights of a step add up to its microbatches."""
+        """The weight of a microbatch of ``count``; the weights of a step add up to its microbatches."""
         total = self.totals[rule]
         return torch.where(total > 0, self.totals[MICROBATCHES] / total.clamp(min=1) * count, 1.0)
 

@@ -1,4 +1,4 @@
-"""What ranks tell each other to be compared with one process: plain data, and tensors that one rank has."""
+"""An exchange between ranks for a comparison with one process: plain data, and tensors that one rank has."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ Description = tuple[str, list[int]]
 
 
 def described(tensor: Tensor | None) -> Description:
-    """What `Exchange.tensors` makes room for."""
+    """The dtype and the shape of a tensor, by which `RankExchange.tensors` makes room for it."""
     return ("", [0]) if tensor is None else (str(tensor.dtype).removeprefix("torch."), list(tensor.shape))
 
 
 @frozen(eq=False)
-class Exchange:
+class RankExchange:
     """The ranks of a job.
 
     Attributes:

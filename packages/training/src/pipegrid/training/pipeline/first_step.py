@@ -26,7 +26,7 @@ from pipegrid.stages.comparison.compare import Compared, compared, compared_grad
 from pipegrid.stages.errors import CutError, few
 from pipegrid.stages.generators import capture_torch
 from pipegrid.topology import replica_of
-from pipegrid.training.pipeline.exchange import Exchange, described
+from pipegrid.training.pipeline.exchange import RankExchange, described
 from pipegrid.training.pipeline.microbatches import Microbatch, Share, microbatch
 from pipegrid.training.pipeline.modules import PipelineModule
 from pipegrid.training.pipeline.one_process import Draws, Given, OneProcess, Right, are_equal, cut_of
@@ -41,7 +41,7 @@ _SHOWN = 6
 
 @define(eq=False)
 class FirstStep:
-    """What the first step of a job is compared by; every rank makes one, and calls it as the others do.
+    """A comparison of the first step of a job; every rank makes one, and calls it as the others do.
 
     Attributes:
         stages: of this rank, by module.
@@ -54,7 +54,7 @@ class FirstStep:
 
     stages: Mapping[str, Sequence[Any]]
     process: OneProcess
-    ranks: Exchange
+    ranks: RankExchange
     named: Callable[[], Iterable[tuple[str, nn.Parameter]]]
     replica: int
     shares: Mapping[str, Share]
@@ -87,7 +87,7 @@ class FirstStep:
         """None, alike on all ranks, where the config says no, or a line says why."""
         if config.check is False:
             return None
-        ranks, why = Exchange("the first step", config, device), None
+        ranks, why = RankExchange("the first step", config, device), None
         grids = {name: module.grid for name, module in modules.items()}
         sizes = [(dim, grid.dim_size(dim)) for grid in grids.values() for dim in grid.dim_names]
         others = dict.fromkeys(dim for dim, size in sizes if size > 1 and dim not in ("dp", "pp", "tp"))
@@ -211,7 +211,7 @@ class FirstStep:
         return right.limit
 
     def _everything(self, *, attaches: bool) -> Given:
-        """What all ranks had: the model's values from the first that has each, all microbatches and their draws."""
+        """All that the ranks had: the model's values from the first that has each, all microbatches and their draws."""
         plain, tensors = self._given
         draws = [((place, number), one) for place, every in self._draws.items() for number, one in enumerate(every)]
         states = [(where, at, kind) for where, one in draws for at, kinds in one.states.items() for kind in kinds]
@@ -272,7 +272,7 @@ class FirstStep:
         return {name: module.training for name, module in self._values(nn.Module.named_modules).items()}
 
     def _right(self, given: Given) -> Right | None:
-        """What the first rank computes, on all ranks; None where it cannot, which it says."""
+        """The step of one process, from the first rank on all; None where that cannot run it, which it says."""
         found: Right | None = None
         plain: dict[str, Any] = {}
         if self.ranks.rank == 0:
@@ -300,7 +300,7 @@ class FirstStep:
         return Right(told["loss"], gradients, {name: next(arrived) for name, _ in told["buffers"]}, told["limit"], None)
 
     def _differences(self, right: Right) -> list[str]:
-        """What differs on this rank, in words."""
+        """The differences on this rank, in words."""
         own: dict[str, Tensor | None] = {}
         for name, one in self.named():
             before = self._gradients[name]
@@ -335,7 +335,7 @@ class FirstStep:
         ]
 
 
-def _parameters(stages: Mapping[str, Sequence[Any]], modules: int, ranks: Exchange) -> int:
+def _parameters(stages: Mapping[str, Sequence[Any]], modules: int, ranks: RankExchange) -> int:
     """The parameters of all ``modules``; those of a cut one are known on each of its ranks."""
     own = {}
     for name, (stage, *_) in stages.items():
@@ -346,7 +346,7 @@ def _parameters(stages: Mapping[str, Sequence[Any]], modules: int, ranks: Exchan
 
 
 def _number(stage: Any) -> int:
-    """Of a stage in its module; a module that is not cut is one."""
+    """The number of a stage in its module; a module that is not cut is one."""
     return stage.number if isinstance(stage, Stage) else 0
 
 

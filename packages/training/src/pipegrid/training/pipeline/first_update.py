@@ -23,7 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from pipegrid.gradients.dtensors import is_dtensor
 from pipegrid.stages.errors import CutError, few
 from pipegrid.stages.generators import capture_torch, generators_as_before
-from pipegrid.training.pipeline.exchange import Exchange, described
+from pipegrid.training.pipeline.exchange import RankExchange, described
 from pipegrid.training.pipeline.one_process import are_equal
 from pipegrid.transport.collectives.differences import listed
 
@@ -33,7 +33,7 @@ _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 @frozen(eq=False)
 class _Updated:
-    """What an optimizer has made of a parameter.
+    """A parameter before and after an optimizer's step.
 
     Attributes:
         kind: the name of its class.
@@ -54,7 +54,7 @@ class _Updated:
 
 @define(eq=False)
 class FirstUpdate:
-    """What optimizers on this rank make of the gradients of a step that was compared; every rank makes one.
+    """The updates of this rank's optimizers after a step that was compared; every rank makes one.
 
     Attributes:
         named: the parameters to train by the names that the script has for them.
@@ -63,7 +63,7 @@ class FirstUpdate:
     """
 
     named: Callable[[], Iterable[tuple[str, nn.Parameter]]]
-    ranks: Exchange
+    ranks: RankExchange
     limit: float
     _gradients: dict[str, Tensor] = field(factory=dict, init=False)  # of the last step
     _updated: dict[str, _Updated] = field(factory=dict, init=False)
@@ -163,7 +163,7 @@ class FirstUpdate:
             )
 
     def _scale(self) -> float | None:
-        """By how much all gradients were multiplied between the step and the optimizers; None: not by one number."""
+        """The factor of all gradients between the step and the optimizers; None: they have not one."""
         pairs = [
             (one.gradient.double(), self._gradients[name].double())
             for name, one in self._updated.items()
@@ -313,7 +313,7 @@ def _with_tensors(plain: Sequence[Sequence[Any]], tensors: Sequence[Tensor]) -> 
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of a group; a learning rate may be a tensor."""
+    """The options of a group; a learning rate may be a tensor."""
     found = {name: value for name, value in group.items() if name not in ("params", "param_names")}
     return {
         name: value.item() if isinstance(value, Tensor) and value.numel() == 1 else value

@@ -30,7 +30,7 @@ from pipegrid.training.pipeline.counts import (
     StepCounts,
 )
 from pipegrid.training.pipeline.microbatches import Microbatch
-from pipegrid.training.pipeline.parts import Part, asked, doubled, halves, on_host, padded_apart, zero_of
+from pipegrid.training.pipeline.parts import LossPart, asked, doubled, halves, on_host, padded_apart, zero_of
 
 Weighed = tuple[Tensor, Tensor, Tensor]
 """What a step function takes: the loss times its weight, the weight, and what is added up over the step: in float64
@@ -87,7 +87,7 @@ def _nothing(output: Any, rule: int, counts: StepCounts) -> Weighed:
 
 @frozen
 class _Kind:
-    """What a model's own loss may be: a mean over labels, or over the means of rows, or with padding as zeros."""
+    """A kind of a model's own loss: a mean over labels, or over the means of rows, or with padding as zeros."""
 
     name: str
     rule: int
@@ -158,7 +158,7 @@ class OwnLoss:
 
     @property
     def left(self) -> list[str]:
-        """What the loss may be a mean over, by what was seen of it."""
+        """The kinds that the loss may be, by all that was seen of it."""
         return [kind.name for kind in self._left]
 
     def _differ(self, own: Sequence[int], counts: StepCounts) -> bool:
@@ -239,9 +239,9 @@ _VIEWS = (
 
 
 def _rules_of_graph(loss: Tensor) -> set[int] | None:
-    """What ``loss`` may be a mean over by its graph: one reduction of tokens' losses is none of rows. None: not known.
+    """Rules that the graph of ``loss`` allows: one reduction of tokens' losses is none of rows. None: not known.
 
-    It is read from the loss down to torch's cross entropy, along nodes that change no value or divide by a number.
+    They are read from the loss down to torch's cross entropy, along nodes that change no value or divide by a number.
     """
     node: Any = loss.grad_fn
     by_tokens, with_padding = {LABELS, FOLLOWING}, {ELEMENTS, FOLLOWING_ELEMENTS}
@@ -334,7 +334,7 @@ class GivenLoss:
         return total * one.to(total.dtype), weight, torch.stack(told)
 
     def _found(self, output: Any, microbatch: Microbatch, counts: StepCounts) -> int:
-        """What a mean is over."""
+        """The rule that a mean follows."""
         parts = _apart(output, microbatch, counts)
         if parts is None:
             raise StageOutputError(
@@ -374,7 +374,7 @@ class GivenLoss:
             )
 
     def _counting(self, output: Any, microbatch: Microbatch, counts: StepCounts) -> tuple[int, ...]:
-        """What is counted, of what has the same number in this microbatch, which may be chance."""
+        """The rules that the loss follows among those with one number in this microbatch, which may be chance."""
         parts = _apart(output, microbatch, counts)
         with asked():
             more = doubled(output, microbatch.inputs, microbatch.rows) if parts is None else parts[2]
@@ -384,19 +384,19 @@ class GivenLoss:
         count = float((found.output if isinstance(found, WithLoss) else found)[1])
         return tuple([rule for rule in self._counted or () if more.counts[rule] == count])
 
-    def _mean_of(self, part: Part) -> float:
+    def _mean_of(self, part: LossPart) -> float:
         found = self._loss(part.output, part.inputs)
         return float(found.output if isinstance(found, WithLoss) else found)
 
 
 def _rules_for(microbatch: Microbatch) -> tuple[int, ...]:
-    """What a mean of a microbatch may be over."""
+    """The rules that a mean of a microbatch may follow."""
     labels = microbatch.inputs.get("labels")
     known = microbatch.labels is not None and isinstance(labels, Tensor) and not labels.is_floating_point()
     return (ROWS, LABELS, FOLLOWING) if known else (ROWS,)
 
 
-def _apart(output: Any, microbatch: Microbatch, counts: StepCounts) -> tuple[Part, Part, Part] | None:
+def _apart(output: Any, microbatch: Microbatch, counts: StepCounts) -> tuple[LossPart, LossPart, LossPart] | None:
     """`padded_apart`; on the host where nothing in the step is padded, since a device may not survive such a label."""
     inputs: Mapping[str, Any] = microbatch.inputs
     if not isinstance(inputs.get("labels"), Tensor):
@@ -407,7 +407,7 @@ def _apart(output: Any, microbatch: Microbatch, counts: StepCounts) -> tuple[Par
         return padded_apart(output, inputs, microbatch.rows)
 
 
-def _composed(values: Sequence[float], parts: Sequence[Part], rule: int) -> float:
+def _composed(values: Sequence[float], parts: Sequence[LossPart], rule: int) -> float:
     """The mean over two parts, of the mean over each."""
     weights = [part.counts[rule] for part in parts[:2]]
     terms = [value * weight for value, weight in zip(values, weights, strict=False) if weight]

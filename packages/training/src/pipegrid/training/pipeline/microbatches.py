@@ -51,7 +51,7 @@ class Share:
 
 
 def shares(grids: Mapping[str, HyperCommGrid]) -> tuple[int, int, dict[str, Share]]:
-    """Which batch this rank reads, of how many that the job reads at a time, and its share of it by module.
+    """The number of this rank's batch among those that the job reads at a time, that of these, and its share by module.
 
     All modules see the same samples. A job reads as many batches at a time as divide the replicas of each module,
     and as each rank has one of; a module with more replicas shares each microbatch among them.
@@ -148,7 +148,7 @@ def shared_microbatches(
 
 
 def counts_of(inputs: Mapping[str, Any], rows: int) -> tuple[int, ...]:
-    """What a loss of so many rows may be a mean over: rows, labels, following ones, both with padding, microbatches.
+    """Counts that a mean over so many rows may have: rows, labels, following ones, both with padding, microbatches.
 
     Without labels only rows and microbatches. The host waits for the labels.
     """

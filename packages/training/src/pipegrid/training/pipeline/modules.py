@@ -155,7 +155,7 @@ def source_of(grids: Mapping[str, HyperCommGrid], last: Mapping[str, int]) -> in
 
 
 class EndOfJob:
-    """Where the ranks of a job say that they have closed it, and the spare ones wait until all have.
+    """The end of a job, which its ranks tell when they have closed it, and for which the spare ones wait.
 
     Every rank of the world makes one, for each of its pipelines with spare ranks.
 
@@ -211,7 +211,7 @@ def _closed(rank: int) -> str:
 
 
 def create_groups(modules: Mapping[str, PipelineModule]) -> None:
-    """The groups that the sizes of all grids ask for; those that exist stay. See `leave_groups`."""
+    """Create the groups that the sizes of all grids ask for; those that exist stay."""
     grids = dict.fromkeys(module.grid for module in modules.values())
     new = {grid: [dims for dims in _group_dims(grid) if not grid.has_pg(dims)] for grid in grids}
     create_grid_groups(new)

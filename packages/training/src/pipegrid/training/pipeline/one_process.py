@@ -41,7 +41,7 @@ class Draws:
 
 @frozen(eq=False)
 class Given:
-    """What the ranks had in their step.
+    """The state and the data of all ranks in their step.
 
     Attributes:
         values: of parameters and buffers, by their names in the model; of several modules, behind that of the module.
@@ -69,7 +69,7 @@ class Given:
 
 @frozen(eq=False)
 class Right:
-    """What one process has after the step.
+    """The results of one process after the step.
 
     Attributes:
         loss: the mean of the step.
@@ -140,7 +140,7 @@ class OneProcess:
     device: torch.device
 
     def prefix(self, module: str) -> str:
-        """Of the names of a module's parameters, where there are several modules."""
+        """The prefix of the names of a module's parameters, where there are several modules."""
         return f"{module}." if len(self.modules) > 1 else ""
 
     @property
@@ -181,7 +181,7 @@ class OneProcess:
     def _named(
         self, wholes: Mapping[str, nn.Module], read: Callable[..., Any], **options: Any
     ) -> list[tuple[str, Any]]:
-        """What ``read`` finds in all models, with its names."""
+        """The values that ``read`` finds in all models, with their names."""
         return [
             (f"{self.prefix(module)}{name}", one)
             for module, whole in wholes.items()
@@ -254,7 +254,7 @@ class OneProcess:
         shares: Mapping[str, int],
         running: Callable[[str, int], AbstractContextManager[None]] = lambda *_: nullcontext(),
     ) -> tuple[list[tuple[Any, Microbatch]], list[Tensor]]:
-        """What the last module returns of the shares of a microbatch, with these; and losses that modules return."""
+        """Outputs of the last module for the shares of a microbatch, with these; and losses that modules return."""
         sent: dict[str, list[tuple[Any, Microbatch]]] = {}
         losses: list[Tensor] = []
         for name in self.graph.order:
@@ -275,7 +275,7 @@ class OneProcess:
         return sent[self.graph.order[-1]], losses
 
     def _arrived(self, edge: tuple[str, str], sent: list[Any], share: int, shares: int) -> Any:
-        """What a share of a module receives of what the shares of another one have sent."""
+        """The payload of a module's share, of those that the shares of another one have sent."""
         option = self.edges.get(edge, EdgeOptions())
         if len(sent) == shares:
             arrived = sent[share]
@@ -398,7 +398,7 @@ class _Replicas:
         self.drew = self.drew or not are_equal(capture_torch(device), states)
 
     def buffers(self) -> dict[str, Tensor]:
-        """Those that are saved, of the first replica of each module."""
+        """The buffers that are saved, of the first replica of each module."""
         found: dict[str, Tensor] = {}
         for name, whole in self._wholes.items():
             self._turn(name, (0, 0))

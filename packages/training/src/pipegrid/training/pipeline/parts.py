@@ -22,8 +22,8 @@ _PLAIN = (str, bytes, int, float, complex, bool, type(None), type)
 
 
 @frozen(eq=False)
-class Part:
-    """What a loss function is called with.
+class LossPart:
+    """The arguments of a loss function.
 
     Attributes:
         output: of the last stage.
@@ -36,20 +36,20 @@ class Part:
     counts: Sequence[int]
 
 
-def halves(output: Any, inputs: Mapping[str, Any], rows: int) -> tuple[Part, Part, Part] | None:
+def halves(output: Any, inputs: Mapping[str, Any], rows: int) -> tuple[LossPart, LossPart, LossPart] | None:
     """The first half of the rows, the others, and all of them; None of one row, or of an output without rows."""
     if rows == 1 or not _has_rows(output, rows):
         return None
 
-    def part(start: int, stop: int) -> Part:
+    def part(start: int, stop: int) -> LossPart:
         some = _of_rows(inputs, rows, lambda tensor: tensor[start:stop])
         outputs = _wide(_of_rows(output, rows, lambda tensor: tensor[start:stop]))
-        return Part(outputs, some, counts_of(some, stop - start))
+        return LossPart(outputs, some, counts_of(some, stop - start))
 
     return part(0, rows // 2), part(rows // 2, rows), part(0, rows)
 
 
-def padded_apart(output: Any, inputs: Mapping[str, Any], rows: int) -> tuple[Part, Part, Part] | None:
+def padded_apart(output: Any, inputs: Mapping[str, Any], rows: int) -> tuple[LossPart, LossPart, LossPart] | None:
     """A microbatch with a few labels, the same with fewer, and both as one; None of an output without rows.
 
     By rows they are alike; by labels the first has twice as many, and by those that follow three times. An
@@ -70,17 +70,17 @@ def padded_apart(output: Any, inputs: Mapping[str, Any], rows: int) -> tuple[Par
             some[rows // 2 :] = IGNORED
         given.append({**inputs, "labels": some} | ({"attention_mask": (some != IGNORED).to(mask)} if masked else {}))
     outputs = [_shaken(_wide(output), 0.5), _shaken(_wide(output), 2.0)]
-    one, other = (Part(out, some, counts_of(some, rows)) for out, some in zip(outputs, given, strict=True))
+    one, other = (LossPart(out, some, counts_of(some, rows)) for out, some in zip(outputs, given, strict=True))
     joined = _twice(given[0], given[1], rows)
-    return one, other, Part(_twice(outputs[0], outputs[1], rows), joined, counts_of(joined, 2 * rows))
+    return one, other, LossPart(_twice(outputs[0], outputs[1], rows), joined, counts_of(joined, 2 * rows))
 
 
-def doubled(output: Any, inputs: Mapping[str, Any], rows: int) -> Part | None:
+def doubled(output: Any, inputs: Mapping[str, Any], rows: int) -> LossPart | None:
     """A microbatch with all rows twice; None of an output without rows."""
     if not _has_rows(output, rows):
         return None
     joined = _twice(inputs, inputs, rows)
-    return Part(_twice(output, output, rows), joined, counts_of(joined, 2 * rows))
+    return LossPart(_twice(output, output, rows), joined, counts_of(joined, 2 * rows))
 
 
 def joined_outputs(outputs: Sequence[Any], microbatches: Sequence[Microbatch]) -> Any | None:
@@ -108,7 +108,7 @@ def joined_outputs(outputs: Sequence[Any], microbatches: Sequence[Microbatch]) -
 
 
 def largest_difference(one: Any, other: Any, rows: int) -> float | None:
-    """Of two outputs of as many rows, of what has rows; relative to its norm. None: they have not one form."""
+    """The largest difference of two outputs in tensors with rows, relative to its norm; None where forms differ."""
     pairs = list(zip(_tensors(one), _tensors(other), strict=False))
     if len(_tensors(one)) != len(_tensors(other)) or any(first.shape != second.shape for first, second in pairs):
         return None
@@ -139,7 +139,7 @@ def as_plain(value: Any) -> tuple[Any, list[Tensor]]:
 
 
 def of_plain(plain: Any, tensors: Sequence[Tensor]) -> Any:
-    """What `as_plain` was called with; mappings are dicts."""
+    """The value that `as_plain` was called with; mappings are dicts."""
     ((kind, held),) = [(kind, held) for kind, held in plain.items() if kind != "array"]
     if kind == "tensor":
         return tensors[held].cpu().numpy() if plain["array"] else tensors[held]
@@ -204,7 +204,7 @@ def _of_rows(value: Any, rows: int, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def _wide(value: Any) -> Any:
-    """With floating-point numbers of at least 32 bits, in which means can be compared."""
+    """The value with floating-point numbers of at least 32 bits, in which means can be compared."""
     narrow = (torch.float16, torch.bfloat16)
     return _mapped(value, lambda tensor: tensor.detach().float() if tensor.dtype in narrow else tensor.detach())
 

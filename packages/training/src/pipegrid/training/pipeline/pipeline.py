@@ -336,7 +336,7 @@ class Pipeline:
         return norm
 
     def state(self, optimizer: Any = (), data: Any = None) -> TrainingState:
-        """What a checkpoint holds of this rank: stages, ``optimizer`` (or a list of them) and the data position."""
+        """The state of this rank for a checkpoint: stages, ``optimizer`` (or a list of them) and the data position."""
         return TrainingState(
             stages={
                 name: stages if isinstance(stages[0], Stage) else dict(enumerate(stages))

@@ -1,4 +1,4 @@
-"""Which entries of a batch have rows, and along which axis: what is cut, and what is whole in each microbatch.
+"""Rows of a batch's entries, and their axes: a tensor is cut along them, or whole in each microbatch.
 
 What has one entry for each row is cut: tensors, arrays, lists and tuples, of a batch and of dicts in it. A list is an
 axis, before those of its entries. Entries of Hugging Face's batches are known by name, and what a script says comes
@@ -48,7 +48,7 @@ def _names(value: Any) -> tuple[str, ...]:
 
 @define(eq=False)
 class Rows:
-    """How batches are cut.
+    """The way in which batches are cut.
 
     Attributes:
         axes: by name, the axis of an entry's rows; ``"images.sizes"`` is an entry of a dict inside.
@@ -315,7 +315,7 @@ def _has_axes(value: Any) -> bool:
 
 
 def _length(value: Any, axis: int) -> int | None:
-    """How long an axis is; None where there is none, or entries of a list differ."""
+    """The length of an axis; None where there is none, or entries of a list differ."""
     if _is_array(value):
         return int(value.shape[axis]) if axis < value.ndim else None
     if not isinstance(value, (list, tuple)):

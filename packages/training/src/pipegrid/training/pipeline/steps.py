@@ -40,8 +40,8 @@ from pipegrid.schedules.megatron.call import LastStep, LossSums
 from pipegrid.stages import Stage
 from pipegrid.stages.generators import generators_as_before, seed_by
 from pipegrid.timeline import Track
-from pipegrid.training.pipeline.counts import MICROBATCHES, Meeting, StepCounts
-from pipegrid.training.pipeline.exchange import Exchange
+from pipegrid.training.pipeline.counts import MICROBATCHES, CallMeeting, StepCounts
+from pipegrid.training.pipeline.exchange import RankExchange
 from pipegrid.training.pipeline.first_step import FirstStep
 from pipegrid.training.pipeline.first_update import FirstUpdate
 from pipegrid.training.pipeline.losses import MicrobatchLoss, Weighed, are_apart, require_mean
@@ -54,7 +54,7 @@ from pipegrid.transport.streams import has_streams
 
 @define(eq=False)
 class Steps:
-    """What every step of a job is called with.
+    """The arguments that all steps of a job share.
 
     Attributes:
         modules: on this rank.
@@ -95,7 +95,7 @@ class Steps:
     connect: Callable[[Mapping[str, Sequence[Edge]]], Communicator] | None = None
     _comparing: FirstStep | None = field(default=None, init=False)
     _update: FirstUpdate | None = field(default=None, init=False)
-    _unread: list[tuple[Tensor, StepCounts, Meeting]] = field(factory=list, init=False)
+    _unchecked: list[tuple[Tensor, StepCounts, CallMeeting]] = field(factory=list, init=False)
     _compared: bool = field(default=False, init=False)
     _last: LastStep = field(factory=LastStep, init=False)
     _step: Callable[..., list[Any]] = field(init=False)
@@ -113,7 +113,7 @@ class Steps:
         return graph
 
     def arguments(self, parts: Sequence[Mapping[str, Any]], routes: Routes | None = None) -> dict[str, Any]:
-        """What a step function is called with.
+        """The arguments of a step function.
 
         Raises:
             StepArgumentError: the routes move microbatches, or share calls.
@@ -158,7 +158,7 @@ class Steps:
         call, update = "evaluate" if forward_only else "step", None if forward_only else self._update
         skips = {} if self.connect is None else self._skips(given["data_iterator"])
         own = self._own(given["data_iterator"])
-        meeting = Meeting.start(
+        meeting = CallMeeting.start(
             call,
             own if self._is_counted else [],
             self.device,
@@ -191,14 +191,14 @@ class Steps:
             self.first = self._comparing = None
             limit = first.end(len(parts), mean, attaches=bool(attached_losses(self.stages)))
             if limit is not None:
-                ranks = Exchange("the first update", self.config, self.device)
+                ranks = RankExchange("the first update", self.config, self.device)
                 self._update = FirstUpdate(self.named, ranks, limit)
         elif self._update is not None and not forward_only:
             self._update.keep()
         return mean
 
     def _skips(self, read: Mapping[str, Sequence[Any]]) -> dict[str, list[tuple[int, int]]]:
-        """The edges by which stages of this rank hand on values past others, by module; see `Stage.look`."""
+        """The edges by which stages of this rank hand on values past others, by module."""
         found: dict[str, list[tuple[int, int]]] = {}
         for name, stages in self.stages.items():
             for stage, microbatches in zip(stages, read[name], strict=True):
@@ -213,7 +213,7 @@ class Steps:
                     found[name] = [(edge.source, edge.destination) for edge in stage.skips]
         return found
 
-    def _connect(self, skips: Mapping[str, Any], meeting: Meeting, given: dict[str, Any]) -> None:
+    def _connect(self, skips: Mapping[str, Any], meeting: CallMeeting, given: dict[str, Any]) -> None:
         """In the first call of a job: make the communicator anew where stages of any rank hand on values."""
         connect, self.connect = self.connect, None
         if connect is None or not meeting.ready:
@@ -240,7 +240,7 @@ class Steps:
             for each in copy.copy(microbatches)
         ]
 
-    def _add_up(self, meeting: Meeting, infos: Sequence[Tensor]) -> Callable[[], Tensor]:
+    def _add_up(self, meeting: CallMeeting, infos: Sequence[Tensor]) -> Callable[[], Tensor]:
         """Start to add up what the losses tell; what it returns waits for the sums over the job."""
         zeros = torch.zeros(5, dtype=torch.float64, device=self.device)
         sums = torch.stack([zeros, *infos]).sum(dim=0) if self._is_counted else zeros
@@ -255,14 +255,14 @@ class Steps:
 
         return both
 
-    def _mean(self, sums: Tensor, counts: StepCounts, meeting: Meeting) -> Tensor:
+    def _mean(self, sums: Tensor, counts: StepCounts, meeting: CallMeeting) -> Tensor:
         """The mean loss of the job; the weights of its microbatches are compared with what was counted.
 
         On a device with streams the host reads them a step later, when they are there, and of the first step at once.
         """
-        self._unread.append((sums, counts, meeting))
-        while len(self._unread) > (self._compared and has_streams(self.device)):
-            earlier, counted, met = self._unread.pop(0)
+        self._unchecked.append((sums, counts, meeting))
+        while len(self._unchecked) > (self._compared and has_streams(self.device)):
+            earlier, counted, met = self._unchecked.pop(0)
             if has_streams(self.device):
                 met.require_one_call()
             found, number = earlier.tolist(), counted.numbers()[MICROBATCHES]
@@ -355,7 +355,7 @@ class Steps:
 
     @cached_property
     def _roles(self) -> Mapping[Any, tuple[str, Callable[[Any, Any], Any] | None, bool]]:
-        """Of each stage, its module, the forward of that, and whether it has the loss."""
+        """The role of each stage: its module, the forward of that, and whether it has the loss."""
         sinks = self._graph.sinks
         return {
             stage: (name, self.modules[name].forward, name in sinks and bool(getattr(stage, "is_last", True)))

@@ -106,7 +106,7 @@ class Attempt:
 
     @property
     def exit_code(self) -> int:
-        """For `sys.exit` after the block: 0, or `PREEMPTED` after a signal."""
+        """The code for `sys.exit` after the block: 0, or `PREEMPTED` after a signal."""
         return PREEMPTED if self.stopping else 0
 
     def __enter__(self) -> Self:
@@ -124,7 +124,7 @@ class Attempt:
         return self
 
     def _agreed(self, what: str, function: Callable[[Any], T]) -> T:
-        """What ``function`` returns of the group of all ranks: the attempt's own, or that of the survivors' world."""
+        """The result of ``function`` for the group of all ranks: the attempt's own, or that of the survivors' world."""
         if self._survivors is None:
             return function(self._group)
         return self._survivors.run(what, lambda world: function(world.job_group), keep_gradients=False)

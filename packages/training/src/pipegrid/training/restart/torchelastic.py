@@ -23,7 +23,7 @@ _DUMP_SIGNAL = "exception_dump"
 
 
 def restart_count() -> int:
-    """How often torchrun has restarted the ranks of this node; 0 under any other launcher."""
+    """The number of restarts of this node's ranks by torchrun; 0 under any other launcher."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 

@@ -49,7 +49,7 @@ class Mover(Protocol):
         ...
 
     def start_one(self, sending: bool, tensors: Sequence[Tensor], lane: int, epoch: int, /) -> Ticket:
-        """Start one message: see `Operation`."""
+        """Start one message, given the parts of its `Operation`."""
         return self.start(((sending, tensors, lane, epoch),))[0]
 
     def starter(self, sending: bool, lane: int, epoch: int, /) -> Callable[[Sequence[Tensor]], Ticket]:

@@ -12,30 +12,30 @@ from pipegrid.transport.backends.base import Mover, Operation
 
 
 class DryTicket:
-    """See `Ticket`: done from the start."""
+    """A message of a dry run: done from the start."""
 
     def hold(self, timeout: timedelta) -> None:
-        """See `Ticket.hold`."""
+        """Return at once."""
 
     def done(self) -> bool:
-        """See `Ticket.done`."""
+        """Always true."""
         return True
 
     def order(self) -> None:
-        """See `Ticket.order`."""
+        """Return: there is nothing to follow."""
 
 
 class DryMover(Mover):
-    """See `Mover`."""
+    """Drops what is sent, and receives zeros."""
 
     streams = False
 
     def start(self, operations: Sequence[Operation]) -> Sequence[DryTicket]:
-        """See `Mover.start`."""
+        """Fill the buffers of receives with zeros."""
         for sending, tensors, _, _ in operations:
             for tensor in () if sending else tensors:
                 tensor.detach().zero_()
         return [DryTicket()] * len(operations)
 
     def abort(self) -> None:
-        """See `Mover.abort`."""
+        """Return: nothing is under way."""

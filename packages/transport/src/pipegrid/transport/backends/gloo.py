@@ -45,7 +45,7 @@ class Loop:
         return [gloo.create_device(interface=name) for name in names] or [gloo.create_default_device()]
 
     def make_group(self, options: Any) -> Any:
-        """What torch calls for a group of `BACKEND`."""
+        """Make a group of `BACKEND` on this loop, for torch."""
         chosen: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # noqa: SLF001
         chosen._devices, chosen._threads, chosen._timeout = self._devices, _THREADS, options.timeout  # noqa: SLF001
         chosen.global_ranks_in_group, chosen.group_name = options.global_ranks_in_group, options.group_id
@@ -70,7 +70,7 @@ def one_loop() -> tuple[str, Loop]:
 
 
 class GlooTicket:
-    """See `Ticket`."""
+    """The works of one message, one for each tensor."""
 
     __slots__ = ("_works",)
 
@@ -78,21 +78,21 @@ class GlooTicket:
         self._works = works
 
     def hold(self, timeout: timedelta) -> None:
-        """See `Ticket.hold`."""
+        """Wait for the works, each once."""
         for work in self._works:
             work.wait(timeout)
         self._works = ()  # a second wait would block
 
     def done(self) -> bool:
-        """See `Ticket.done`."""
+        """Whether `hold` has returned."""
         return not self._works
 
     def order(self) -> None:
-        """See `Ticket.order`: the host is the stream of a CPU."""
+        """Return: the host is the stream of a CPU."""
 
 
 class GlooMover(Mover):
-    """See `Mover`.
+    """Sends and receives of a gloo backend.
 
     Args:
         backend: has ``send`` and ``recv``.
@@ -109,18 +109,18 @@ class GlooMover(Mover):
         self._started = Counter[tuple[bool, int]]()  # sends to each peer, and receives
 
     def start(self, operations: Sequence[Operation]) -> Sequence[GlooTicket]:
-        """See `Mover.start`."""
+        """Start the messages one by one: gloo has no batches."""
         return [self.start_one(*operation) for operation in operations]
 
     def start_one(self, sending: bool, tensors: Sequence[Tensor], lane: int, epoch: int, /) -> GlooTicket:
-        """See `Mover.start_one`."""
+        """Start a send or a receive for each tensor."""
         peer = self._peers[lane]
         tag = CONTROL_TAGS + epoch if self._lanes == 1 else self._tag(sending, peer, lane, epoch)
         verb = self._send if sending else self._recv
         return GlooTicket([verb([tensor], peer, tag) for tensor in tensors])
 
     def starter(self, sending: bool, lane: int, epoch: int, /) -> Callable[[Sequence[Tensor]], GlooTicket]:
-        """See `Mover.starter`."""
+        """`start_one`, with peer and tag looked up before where one lane uses the backend."""
         if self._lanes > 1:  # each message has a tag of its own
             return lambda tensors: self.start_one(sending, tensors, lane, epoch)
         verb, peer, tag = self._send if sending else self._recv, self._peers[lane], CONTROL_TAGS + epoch
@@ -137,4 +137,4 @@ class GlooMover(Mover):
         return self._lanes * (CONTROL_TAGS + number * _EPOCHS + epoch % _EPOCHS) + lane
 
     def abort(self) -> None:
-        """See `Mover.abort`: `Wire.cut` does it."""
+        """Return: `Wire.cut` ends gloo's messages."""

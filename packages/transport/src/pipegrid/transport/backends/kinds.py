@@ -21,7 +21,7 @@ NCCL = "nccl"
 
 @frozen(kw_only=True)
 class BackendKind:
-    """What differs between backends.
+    """The differences between backends.
 
     Attributes:
         name: of the backend.

@@ -16,7 +16,7 @@ from pipegrid.transport.streams import current_stream, follow, mark, used_here
 
 
 class LocalTicket:
-    """See `Ticket`."""
+    """A send or a receive of a rank to itself."""
 
     def __init__(self, mover: LocalMover, tensors: Sequence[Tensor]) -> None:
         self.tensors = tensors
@@ -26,23 +26,23 @@ class LocalTicket:
         self._mover = mover
 
     def hold(self, timeout: timedelta) -> None:
-        """See `Ticket.hold`: until the send has come; the copy itself is ordered by `order`."""
+        """Wait until the send has come; the copy itself is ordered by `order`."""
         with self._mover.changed:
             self._mover.changed.wait_for(lambda: self.matched or self._mover.aborted, timeout.total_seconds())
         if not self.matched:
             raise RuntimeError(f"no send came in {timeout.total_seconds():.3g} s")
 
     def done(self) -> bool:
-        """See `Ticket.done`."""
+        """Whether the send has come."""
         return self.matched
 
     def order(self) -> None:
-        """See `Ticket.order`."""
+        """Order the current stream after the copy."""
         follow(self.events, self._mover.device)
 
 
 class LocalMover(Mover):
-    """See `Mover`."""
+    """Copies from sends to receives of one rank, in order."""
 
     streams = False
 
@@ -54,7 +54,7 @@ class LocalMover(Mover):
         self._receives: deque[LocalTicket] = deque()
 
     def start(self, operations: Sequence[Operation]) -> Sequence[LocalTicket]:
-        """See `Mover.start`."""
+        """Copy what is sent, and fill the receives whose sends have come."""
         tickets = []
         with self.changed:
             for sending, tensors, _, _ in operations:
@@ -80,7 +80,7 @@ class LocalMover(Mover):
         receive.events, receive.matched = mark(self.device), True
 
     def abort(self) -> None:
-        """See `Mover.abort`."""
+        """Drop what was sent, and end the waits for it."""
         with self.changed:
             self.aborted = True
             self._copies.clear()

@@ -71,7 +71,7 @@ def connect_members(group: Any, device: torch.device, kind: BackendKind, seconds
 
 
 class NcclTicket:
-    """See `Ticket`: all messages of a batch share its work, which keeps its ``group``.
+    """The messages of a batch, which share its work; it keeps their ``group``.
 
     Works of a group that was aborted raise its cause, whatever the backend says of them.
 
@@ -92,7 +92,7 @@ class NcclTicket:
         self._keeps = kind is not None and kind.keeps_sends
 
     def order(self) -> None:
-        """See `Ticket.order`. Where a wait raises what is known, asking again would cost two more driver calls."""
+        """Order the current stream after the batch. Where its wait raises, asking would cost two driver calls more."""
         for work in self._works:
             work.wait()
         self._keeps = False
@@ -101,7 +101,7 @@ class NcclTicket:
             self.done()
 
     def done(self) -> bool:
-        """See `Ticket.done`. A failed work is completed as well, so its error is asked for.
+        """Whether the batch is done. A failed work is completed as well, so its error is asked for.
 
         The device is not polled while aborts drain: nothing is done then.
         """
@@ -118,7 +118,7 @@ class NcclTicket:
         return True
 
     def hold(self, timeout: timedelta) -> None:
-        """See `Ticket.hold`."""
+        """Poll until the batch is done, or raise past ``timeout``, or once the waiting thread is to give up."""
         seconds, why = timeout.total_seconds(), reason_to_give_up()
         if not self.done_within(seconds, why):
             reason = why()
@@ -156,7 +156,7 @@ def _raise_failure(work: Any) -> None:
 
 
 class NcclMover(Mover):
-    """See `Mover`.
+    """Messages of a device group, each batch in one bracket.
 
     Args:
         group: the process group.
@@ -182,7 +182,7 @@ class NcclMover(Mover):
         self._kind, self._aside = kind, aside
 
     def start(self, operations: Sequence[Operation]) -> Sequence[NcclTicket]:
-        """See `Mover.start`. Never called by a `BackgroundThread`: a lane admits no transfer there."""
+        """Start messages in one bracket. Never called by a `BackgroundThread`: a lane admits no transfer there."""
         group, peers = self._group, self._peers
         group._start_coalescing(self._device)  # noqa: SLF001
         try:
@@ -197,5 +197,5 @@ class NcclMover(Mover):
         return [ticket] * len(operations)
 
     def abort(self) -> None:
-        """See `Mover.abort`."""
+        """Abort the group."""
         abort_group(self._group)

@@ -27,7 +27,7 @@ from pipegrid.transport.waits.wait_lock import BackgroundThread
 
 
 class StagedSend:
-    """See `Ticket`. ``operation`` is the send of the copy in host memory, which is there after ``copied``."""
+    """A send by ``operation`` of the copy in host memory, which is there after ``copied``."""
 
     def __init__(self, operation: Operation, copied: Sequence[Any]) -> None:
         self.copied = copied
@@ -47,7 +47,7 @@ class StagedSend:
         self._posted.set()
 
     def hold(self, timeout: timedelta) -> None:
-        """See `Ticket.hold`."""
+        """Wait for the copy, and for gloo's send of it."""
         end = time.monotonic() + timeout.total_seconds()
         if not self._posted.wait(timeout.total_seconds()):
             raise RuntimeError(f"not copied to host memory after {timeout.total_seconds():.3g} s")
@@ -56,15 +56,15 @@ class StagedSend:
         self._inner.hold(max(timedelta(seconds=end - time.monotonic()), timedelta(milliseconds=1)))
 
     def done(self) -> bool:
-        """See `Ticket.done`."""
+        """Whether gloo's send is done."""
         return self._inner is not None and self._inner.done()
 
     def order(self) -> None:
-        """See `Ticket.order`: its tensors are read once the host has waited for it."""
+        """Return: the tensors have been read once the host has waited."""
 
 
 class StagedReceive:
-    """See `Ticket`. ``staging`` is host memory of ``inner``, copied to the buffers ``tensors``."""
+    """A receive by ``inner`` into host memory ``staging``, copied to the buffers ``tensors``."""
 
     def __init__(
         self, inner: Ticket, tensors: Sequence[Tensor], staging: Sequence[Tensor], device: torch.device
@@ -76,7 +76,7 @@ class StagedReceive:
         self._events: Sequence[Any] = ()
 
     def hold(self, timeout: timedelta) -> None:
-        """See `Ticket.hold`."""
+        """Wait for gloo's receive, and start the copy to the device."""
         self._inner.hold(timeout)
         with working_on(self._stream):
             for tensor, staging in self._copies:
@@ -84,16 +84,16 @@ class StagedReceive:
             self._events = mark(self._device)
 
     def done(self) -> bool:
-        """See `Ticket.done`."""
+        """Whether gloo's receive is done."""
         return self._inner.done()
 
     def order(self) -> None:
-        """See `Ticket.order`."""
+        """Order the current stream after the copy."""
         follow(self._events, self._device)
 
 
 class StagedMover(Mover):
-    """See `Mover`."""
+    """Messages by way of host memory, over gloo."""
 
     streams = False
 
@@ -107,7 +107,7 @@ class StagedMover(Mover):
         self._thread: BackgroundThread | None = None
 
     def start(self, operations: Sequence[Operation]) -> Sequence[Ticket]:
-        """See `Mover.start`."""
+        """Start the copies of sends to the host, and the receives into it."""
         return [self._send(one) if one[0] else self._receive(one) for one in operations]
 
     def _receive(self, operation: Operation) -> StagedReceive:
@@ -160,7 +160,7 @@ class StagedMover(Mover):
                     first.fail(error)
 
     def abort(self) -> None:
-        """See `Mover.abort`."""
+        """Fail the sends that gloo does not have yet."""
         with self._changed:
             self._aborted = True
             for send in self._unposted:

@@ -72,7 +72,7 @@ class PostedHeader:
         return self._first[-1] != 0
 
     def text(self) -> bytes:
-        """What is there of it."""
+        """The part of it that has come."""
         return bytes(self._first[_LENGTH_BYTES : _LENGTH_BYTES + min(self._length, _FIRST_BYTES)])
 
     def take(self, timeout: timedelta) -> bytes:
@@ -120,7 +120,7 @@ class Wire:
         return PostedHeader(self, index, _HEADER)
 
     def send_step(self, data: bytes, index: int) -> list[Work]:
-        """As `send_header`, of what this rank runs: beside the headers of messages."""
+        """`send_header` for the text of a step, which goes beside the headers of messages."""
         return self._send_parts(data, index, _STEP)
 
     def receive_step(self, index: int) -> PostedHeader:

@@ -24,7 +24,7 @@ def gather_text(
     device: torch.device,
     wait: Callable[[dist.Work | None, torch.Tensor], object],
 ) -> dict[int, str]:
-    """What each rank of ``group`` says, by rank of the world, in the order of the group; on all of its ranks.
+    """The text of each rank of ``group``, by rank of the world, in the order of the group; on all of its ranks.
 
     Text of any length, which no rank unpickles. `torch.distributed.all_gather_object` unpickles, and needs numpy, which
     torch itself does not require.

@@ -1,4 +1,4 @@
-"""Where all collectives of this project start."""
+"""The start of all collectives of this project."""
 
 from __future__ import annotations
 

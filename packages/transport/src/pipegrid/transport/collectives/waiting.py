@@ -52,7 +52,7 @@ class NotDone:
 
     @classmethod
     def of(cls, error: RuntimeError) -> NotDone:
-        """As ``error``, of a work, says."""
+        """The reason that ``error``, of a work, gives."""
         why: Literal["aborted", "lost"] = "aborted" if isinstance(error, GroupAbortedError) else "lost"
         return cls(why, " ".join(text_of(error).split())[:_LONGEST], error)
 

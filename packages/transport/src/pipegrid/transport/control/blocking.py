@@ -20,7 +20,7 @@ _UNTIMED: AbstractContextManager[None] = nullcontext()
 
 
 def timed(timers: Any, name: str) -> AbstractContextManager[None]:
-    """The timer ``name`` of ``timers`` (see `P2PConfig`) runs inside the block; None is no timers."""
+    """Run the timer ``name`` of a config's ``timers`` inside the block; None is no timers."""
     return _UNTIMED if timers is None else _running(timers, name)
 
 
@@ -42,7 +42,7 @@ class NeighbourTransfers:
         # Whether every receive is valid: dtypes are known, or agreed with the shapes, and shapes need not be given.
         mode = config.shape_mode
         known = config.pipeline_dtype is not None and mode != "given"
-        self._takes_any_receive = mode in ("header", "learned", "manifest") or known
+        self._takes_any_receive = mode in ("header", "learned") or known
 
     def transfer(self, label: str, name: str, value: Any) -> Any:
         """Start a transfer of a payload, or a receive of these shapes, and wait for it; the payload of a receive.
@@ -61,7 +61,7 @@ class NeighbourTransfers:
             return {name: self._finish(started[name]) for name in _NAMES if name in started}
 
     def overlapped(self, label: str, receive: str, /, **parts: tuple[Any] | None) -> tuple[Any, dict[str, Transfer]]:
-        """As `exchange`, without a wait: the payload of ``receive``, which has no data yet, and the handles."""
+        """Start an `exchange` without a wait: the payload of ``receive``, which has no data yet, and the handles."""
         with timed(self._config.timers, label):
             started = self._start_all(**parts)
             tensor = started[receive].lane.transfers.provide(started[receive]) if receive in started else None

@@ -28,7 +28,7 @@ _KNOWN, _NEW = "known ", "new "
 
 @define(eq=False)
 class PeerHandshake:
-    """What this rank and rank ``peer`` say of each step, over the control channel of ``lane``, which joins the two.
+    """The exchange of each step's text with rank ``peer``, over the control channel of ``lane``, which joins the two.
 
     A rank may be ahead of the other by a step, of which it has heard nothing yet; messages are read in order.
 
@@ -130,7 +130,7 @@ class PeerHandshake:
             self._batch = None
 
     def look(self) -> str | None:
-        """What the peer runs, as far as it has come; None before. Looks at memory alone: the lane may have ended."""
+        """The peer's text, as far as it has come; None before. Looks at memory alone: the lane may have ended."""
         if self.heard is None and not isinstance(self._coming, RuntimeError) and self._coming.has_come():
             return self._coming.text().decode(errors="ignore")
         return self.heard
@@ -164,12 +164,12 @@ class Handshake:
             one.end()
 
     def hear(self, seconds: float) -> dict[int, str]:
-        """What each neighbour runs in this step, of those that run something else; waits until all have said it."""
+        """The texts of the neighbours that run something else in this step, by rank; waits for the texts of all."""
         found = {one.peer: one.hear(seconds) for one in self.peers}
         return {peer: what for peer, what in found.items() if what is not None}
 
     def look(self, seconds: float) -> dict[int, str]:
-        """As `hear`, of those who say it within ``seconds``, up to the first difference. Also if lanes have ended."""
+        """The texts of `hear` that come within ``seconds``, up to the first difference. Also if lanes have ended."""
         end = time.monotonic() + seconds
         while True:
             said = [(one, one.look()) for one in self.peers]

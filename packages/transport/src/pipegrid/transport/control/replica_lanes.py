@@ -1,4 +1,4 @@
-"""The ways of a rank to other replicas of its pipeline, opened when a plan first needs them: lanes, for one module."""
+"""Traffic of a rank with other replicas of its pipeline, opened when a plan first needs it: lanes, for one module."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from pipegrid.transport.errors import P2PLaneDeadError, P2PUsageError
 
 
 @define(eq=False)
-class WaysAcross(ABC):
-    """One rank's ways to other replicas of its pipeline.
+class ReplicaTraffic(ABC):
+    """One rank's traffic with other replicas of its pipeline.
 
     Attributes:
         rank: this one.
@@ -35,7 +35,7 @@ class WaysAcross(ABC):
 
     @abstractmethod
     def open(self, *, sends: Iterable[Crossing], receives: Iterable[Crossing]) -> None:
-        """Open what these ways need and is not open. The ranks at the other end of each open it as well."""
+        """Open what is not open for these ends of edges. The ranks at the other end of each open it as well."""
 
     @abstractmethod
     def peers(self, across: Iterable[tuple[Edge, int]]) -> set[int]:
@@ -49,7 +49,7 @@ class WaysAcross(ABC):
 
     @abstractmethod
     def _verb(self, edge: Edge, direction: Direction, replica: int, *, sends: bool) -> Callable[..., Any] | None:
-        """What starts a send, or a receive, of this rank; None where it is not at that end, or nothing is open."""
+        """The function that starts a send, or a receive, of this rank; None where it has no such end or open lane."""
 
     def _require_other(self, edge: Edge, replica: int) -> None:
         if replica not in range(self.count) or replica == self.replica:
@@ -64,7 +64,7 @@ class WaysAcross(ABC):
 
 
 @define(eq=False)
-class ReplicaLanes(WaysAcross):
+class ReplicaLanes(ReplicaTraffic):
     """The lanes to other replicas of a pipeline of one module.
 
     Attributes:
@@ -82,7 +82,7 @@ class ReplicaLanes(WaysAcross):
     open_beside: Callable[..., Lanes]
 
     def open(self, *, sends: Iterable[Crossing], receives: Iterable[Crossing]) -> None:
-        """See `WaysAcross.open`."""
+        """Open the lanes that are not open."""
         wanted = {self._spec(*way, sends=True) for way in sends} | {self._spec(*way, sends=False) for way in receives}
         if self.config.communicators == "shared":  # which all lanes of two ranks open together
             wanted = pair_lanes(wanted)
@@ -91,7 +91,7 @@ class ReplicaLanes(WaysAcross):
             self.open_beside(missing, beside=self.lanes)
 
     def peers(self, across: Iterable[tuple[Edge, int]]) -> set[int]:
-        """See `WaysAcross.peers`."""
+        """The ranks at the other ends of the edges that this rank holds an end of."""
         return {
             self._rank_of(edge.end(Direction.FORWARD, sends=not sends), replica)
             for edge, replica in across

@@ -73,7 +73,7 @@ class Incoming:
             self._fill(transfer, self.plain[1])
             return
         if self._dry and transfer.expected is not None and self.contract.standing is None:
-            self.contract.announce([self._given(transfer.expected)], standing=self.contract.stands)
+            self.contract.announce(self._given(transfer.expected), standing=self.contract.stands)
         signature = None if self.deferred else self.contract.receive()
         if signature is not None:
             self._prepare(transfer, signature)
@@ -126,11 +126,11 @@ class Incoming:
         if header is None:
             return
         self._tally.host_syncs += 1
-        sequence, standing, signatures = decode(header.take(timeout))
+        sequence, standing, signature = decode(header.take(timeout))
         self._tally.headers += 1
         beside = self._posted[0][1]
         landed = self._landings is not None and self._landings.announced(
-            signatures, 0 if beside is None else beside.size
+            signature, 0 if beside is None else beside.size
         )
         if beside is not None and not landed:
             beside.ticket.hold(timeout)
@@ -142,7 +142,7 @@ class Incoming:
                     f"rank {self._spec.destination} waits for message {first.sequence} of lane {self._spec}, but rank "
                     f"{self._end.peer} announced message {sequence}; call renew() on both sides at the same message"
                 )
-            self.contract.announce(signatures, standing=standing)
+            self.contract.announce(signature, standing=standing)
             if beside is not None and landed:
                 self._landed[sequence] = beside
             elif beside is not None:

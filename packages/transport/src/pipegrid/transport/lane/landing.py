@@ -3,7 +3,7 @@
 gloo delivers to a receive that was posted before, and a message may be shorter than the buffer. So the destination
 posts a receive beside that of each header, as large as the largest message that was announced some headers before: both
 ends know that size. A message that fits follows its header at once. Where none follows (it is larger, or of several
-tensors, or the header is a manifest), one byte uses the receive up, and the message comes as without it.
+tensors), one byte uses the receive up, and the message comes as without it.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ _MOST_BYTES = 2**26  # a larger message travels for longer than its trips, and o
 _HEADROOM = 8  # an eighth: shapes that grow a little with each step fit in most
 
 
-def bytes_of(signature: Signature) -> int | None:
-    """Bytes of a message of at most one tensor; None of others, which do not come beside their header."""
+def bytes_beside(signature: Signature) -> int | None:
+    """Bytes of a message that may come beside its header; None of a larger one, and of several tensors."""
     if len(signature.tensors) > 1:
         return None
-    return sum(math.prod(one.shape) * dtype_of(one).itemsize for one in signature.tensors)
+    nbytes = sum(math.prod(one.shape) * dtype_of(one).itemsize for one in signature.tensors)
+    return nbytes if nbytes <= _MOST_BYTES else None
 
 
 class Landings:
@@ -48,14 +49,13 @@ class Landings:
         """Bytes of the receive beside the next header; 0 for none."""
         return self._sizes.popleft()
 
-    def announced(self, signatures: Sequence[Signature], size: int) -> bool:
+    def announced(self, signature: Signature, size: int) -> bool:
         """Note what a header announces; whether the message comes in the receive of ``size`` bytes beside it."""
-        sizes = [nbytes for one in signatures if (nbytes := bytes_of(one)) is not None and nbytes <= _MOST_BYTES]
-        largest = max(sizes, default=0)
-        if largest > self._largest:
-            self._largest = largest + largest // _HEADROOM
+        nbytes = bytes_beside(signature)
+        if nbytes is not None and nbytes > self._largest:
+            self._largest = nbytes + nbytes // _HEADROOM
         self._sizes.append(self._largest)
-        return size > 0 and len(signatures) == 1 and bool(sizes) and largest <= size
+        return nbytes is not None and size > 0 and nbytes <= size
 
     def post(self, mover: Mover, index: int, tally: Tally) -> Landing | None:
         """Post the receive beside the next header of lane ``index``."""

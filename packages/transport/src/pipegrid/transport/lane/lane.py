@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Sequence
 from threading import get_ident
 from typing import Any
 
@@ -160,8 +159,8 @@ class Lane:
                 agreed shapes.
 
         Raises:
-            P2PUsageError: this rank is not the source; no manifest has the message; it requires grad where that was
-                announced without; or it cannot be sent as it is. Nothing was sent.
+            P2PUsageError: this rank is not the source; the message requires grad where that was announced without; or
+                it cannot be sent as it is. Nothing was sent.
             P2PMismatchError: it differs from its announcement; nothing was sent, and the lane is dead on both sides.
             P2PLaneDeadError: the lane has failed before.
         """
@@ -267,22 +266,6 @@ class Lane:
                 f"rank {self.rank} cannot {verb} on lane {self.spec}: it is the {role}; use {other} there"
             )
         self.ending.require_alive()
-
-    def announce(self, payloads: Sequence[Any]) -> None:
-        """Announce the next messages to the destination in one header: a manifest.
-
-        Args:
-            payloads: one per message; only structure, shapes and dtypes of their tensors count (meta tensors do).
-
-        Raises:
-            P2PUsageError: shapes are fixed on this lane, or this rank is not the source.
-        """
-        if self.rank != self.spec.source:
-            raise P2PUsageError(f"rank {self.rank} cannot announce on lane {self.spec}: it is the destination")
-        self.outgoing.require_announcing()
-        with self._submit.lock:
-            self.ending.require_alive()
-            self.outgoing.announce(payloads, self.sent)
 
     def renew(self) -> None:
         """Forget the agreed shapes; the next message agrees on new ones.

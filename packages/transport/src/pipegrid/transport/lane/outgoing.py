@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -51,7 +50,6 @@ class Outgoing:
         self._nothing = torch.zeros(1, dtype=torch.uint8, device=end.device)
         self._landings = Landings() if end.beside_headers else None
         self._beside: set[int] = set()  # messages that go to the receives beside their headers
-        self._manifests: list[Any] = []  # works of manifests; the next send takes them along
 
     def fill(self, transfer: Transfer, payload: Any, note: str | None) -> None:
         """Give a send its tensors and its signature, before it has a number: a payload that fails costs no message.
@@ -70,25 +68,6 @@ class Outgoing:
         except RuntimeError as error:
             raise P2PUsageError(f"lane {self._spec} cannot send these tensors as bytes: {error}") from error
 
-    def announce(self, payloads: Sequence[Any], sent: int) -> None:
-        """Announce the messages after the first ``sent``; see `Lane.announce`. Under the lock of the submitter."""
-        signatures = [signature_of(*flatten(payload)) for payload in payloads]
-        if signatures:
-            self._manifests += self._announce(sent + self.contract.outstanding, signatures, standing=False)
-            self.contract.announce(signatures, standing=False)
-
-    def require_announcing(self) -> None:
-        """Raise where shapes are fixed.
-
-        Raises:
-            P2PUsageError: they are.
-        """
-        if self.contract.stands:
-            raise P2PUsageError(
-                f"lane {self._spec} has shapes={self._end.config.shape_mode!r}, fixed by its first message; "
-                f"use shapes='manifest' (or 'header') to announce"
-            )
-
     def admit(self, transfer: Transfer) -> None:
         """Announce a numbered send, if no announcement has it.
 
@@ -96,33 +75,27 @@ class Outgoing:
             P2PMismatchError, P2PUsageError: see `ShapeContract.send`.
         """
         signature = transfer.signature
-        # First: a message that raises here has no number, and takes no header works along that a later one needs.
-        announcing = signature is not None and self.contract.send(signature, transfer.sequence)
-        transfer.header_works, self._manifests = self._manifests, []
-        if signature is not None and announcing:
-            works = self._announce(transfer.sequence, (signature,), standing=self.contract.standing is not None)
-            transfer.header_works = [*transfer.header_works, *works]
+        if signature is not None and self.contract.send(signature, transfer.sequence):
+            transfer.header_works = self._announce(transfer.sequence, signature)
         if transfer.sequence in self._beside:
             self._beside.remove(transfer.sequence)
             transfer.beside_header = True
         if self._one_by_one and self.plain is None:
             self.plain = plain_message(self.contract.standing, self.dtype, self._device)
 
-    def _announce(self, first: int, signatures: Sequence[Signature], *, standing: bool) -> list[Any]:
-        """Tell the other end of messages ``first``, ...; ``standing``: the one holds for all later messages.
-
-        The works must be kept until the other end has read them.
-        """
+    def _announce(self, sequence: int, signature: Signature) -> list[Any]:
+        """Tell the other end of a message; the works must be kept until the other end has read them."""
+        standing = self.contract.standing is not None
         self._end.tally.headers += 1
         if self._end.wire is None:
-            self._there.announce(signatures, standing=standing)
+            self._there.announce(signature, standing=standing)
             return []
-        header = encode(sequence=first, standing=standing, signatures=signatures)
+        header = encode(sequence=sequence, standing=standing, signature=signature)
         works = self._end.wire.send_header(header, self._end.index)
         if self._landings is not None:
             size = self._landings.next_size()
-            if self._landings.announced(signatures, size):
-                self._beside.add(first)
+            if self._landings.announced(signature, size):
+                self._beside.add(sequence)
             elif size:
                 works.append(self._end.connection.mover.start_one(True, [self._nothing], self._end.index, BESIDE))
         self.header_works.extend(works)

@@ -1,1 +1,1 @@
-"""What a lane moves: payloads, their announcements, and the handles of transfers."""
+"""Messages of lanes: payloads, their announcements, and the handles of transfers."""

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class State(enum.Enum):
-    """Where a transfer is: in an open `batch()`, started, or ended."""
+    """The states of a transfer: in an open `batch()`, started, or ended."""
 
     PENDING = "pending"
     ACTIVE = "active"
@@ -47,19 +47,19 @@ class Waiter(Protocol):
     """The part of `LaneTransfers` that handles use."""
 
     def wait_for(self, transfer: Transfer, timeout: float | None) -> None:
-        """See `Transfer.wait`."""
+        """Wait for a transfer; on CUDA the current stream does."""
         ...
 
     def synchronize(self, transfer: Transfer, timeout: float | None) -> None:
-        """See `Transfer.synchronize`."""
+        """Hold the host until a transfer is done."""
         ...
 
     def poll(self, transfer: Transfer) -> bool:
-        """See `Transfer.is_completed`."""
+        """Whether a transfer is done or has failed."""
         ...
 
     def call_back(self, transfer: Transfer, callback: Callable[[Any], None]) -> None:
-        """See `Transfer.on_done`."""
+        """Call ``callback(handle)`` once the transfer has ended."""
         ...
 
     def provide(self, transfer: ReceiveTransfer) -> Any:
@@ -67,7 +67,7 @@ class Waiter(Protocol):
         ...
 
     def take_back(self, transfer: ReceiveTransfer) -> None:
-        """See `ReceiveTransfer.release`."""
+        """Take the buffers of a receive back."""
         ...
 
 
@@ -76,15 +76,15 @@ class Buffers(Protocol):
 
     @property
     def signature(self) -> Signature:
-        """Of the message."""
+        """The form of the message."""
         ...
 
     def payload(self, tensors: Sequence[Tensor]) -> Any:
-        """See `ReceiveBuffers.payload`."""
+        """The payload of these tensors."""
         ...
 
     def release(self, tensors: Sequence[Tensor], events: Sequence[Any]) -> None:
-        """See `ReceiveBuffers.release`."""
+        """Take the tensors back for another message."""
         ...
 
 
@@ -93,12 +93,12 @@ class TransferLane(Protocol):
 
     @property
     def spec(self) -> LaneSpec:
-        """Which lane."""
+        """The lane's name."""
         ...
 
     @property
     def transfers(self) -> Waiter:
-        """See `Waiter`."""
+        """The lane's waits."""
         ...
 
 
@@ -213,7 +213,7 @@ class ReceiveTransfer(Transfer):
 
     @property
     def note(self) -> str:
-        """The sender's note (see `Lane.isend`), once the header is known; empty before."""
+        """The note of the sender, once the header is known; empty before."""
         return "" if self.buffers is None else self.buffers.signature.note
 
     def build(self) -> Any:

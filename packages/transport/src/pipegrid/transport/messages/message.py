@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from attrs import define, field, frozen
@@ -52,7 +52,7 @@ class Signature:
 
     @property
     def gradients(self) -> tuple[bool, ...]:
-        """Which received tensors require grad, as far as their dtypes can.
+        """A mark for each received tensor that requires grad, as far as their dtypes can.
 
         The marks of the sender; all of them where the sender marks none (evaluation, or tensors made by hand).
         """
@@ -63,26 +63,16 @@ class Signature:
 # ---- Headers
 
 
-def encode(*, sequence: int, standing: bool, signatures: Iterable[Signature]) -> bytes:
-    """The header of messages ``sequence``, ``sequence + 1``, ... of a lane, as bytes.
-
-    ``standing``: its one signature holds for all later messages.
-    """
-    messages = [
-        (message.tree, [(spec.dtype, spec.shape, spec.requires_grad) for spec in message.tensors], message.note)
-        for message in signatures
-    ]
-    return json.dumps((sequence, standing, messages), separators=(",", ":")).encode()
+def encode(*, sequence: int, standing: bool, signature: Signature) -> bytes:
+    """The header of message ``sequence`` of a lane, as bytes; ``standing``: it holds for all later messages."""
+    tensors = [(spec.dtype, spec.shape, spec.requires_grad) for spec in signature.tensors]
+    return json.dumps((sequence, standing, signature.tree, tensors, signature.note), separators=(",", ":")).encode()
 
 
-def decode(data: bytes) -> tuple[int, bool, tuple[Signature, ...]]:
-    """``(sequence, standing, signatures)`` of a header."""
-    sequence, standing, messages = json.loads(data)
-    return sequence, standing, tuple(_signature(*message) for message in messages)
-
-
-def _signature(tree: Any, tensors: Iterable[Any], note: str) -> Signature:
-    return Signature(_as_tuples(tree), (TensorSpec(*spec) for spec in tensors), note)
+def decode(data: bytes) -> tuple[int, bool, Signature]:
+    """``(sequence, standing, signature)`` of a header."""
+    sequence, standing, tree, tensors, note = json.loads(data)
+    return sequence, standing, Signature(_as_tuples(tree), (TensorSpec(*spec) for spec in tensors), note)
 
 
 def _as_tuples(value: Any) -> Any:
@@ -95,7 +85,7 @@ def _as_tuples(value: Any) -> Any:
 
 @define(eq=False)
 class StepShapes:
-    """What a lane carried in the first step of a batch signature.
+    """The messages of a lane in the first step of a batch signature.
 
     Attributes:
         messages: in order.
@@ -118,8 +108,8 @@ class StepShapes:
 class ShapeContract:
     """Signatures that were announced and not used yet: one that stands for all messages, or one per message.
 
-    Each end keeps one, and both go through the same states: the sender when it announces and sends, the receiver when a
-    header arrives and when it posts a receive.
+    Each end keeps one, and both go through the same states: the sender when it sends, the receiver when a header
+    arrives and when it posts a receive.
 
     Attributes:
         standing: the signature of all messages from now on; None where each has its own, or none was announced yet.
@@ -176,8 +166,6 @@ class ShapeContract:
             return
         if announced is None and len(self._table) > ahead:
             announced = self._table[ahead]
-        if announced is None and self._mode == "manifest":
-            raise P2PUsageError(f"message {sequence} of lane {self._lane} is in no manifest; call announce() before it")
         told = () if announced is None else announced.gradients
         lost = [spec.requires_grad and not wanted for spec, wanted in zip(signature.tensors, told, strict=False)]
         if any(lost):
@@ -186,12 +174,12 @@ class ShapeContract:
                 f"but was announced to rank {self._lane.destination} without; {self._remedy}"
             )
 
-    def announce(self, signatures: Sequence[Signature], *, standing: bool) -> None:
-        """Add announced signatures."""
+    def announce(self, signature: Signature, *, standing: bool) -> None:
+        """Add an announced signature, of one message or of all."""
         if standing:
-            self.standing = signatures[0]
+            self.standing = signature
         else:
-            self._table.extend(signatures)
+            self._table.append(signature)
 
     def receive(self) -> Signature | None:
         """Use up the announcement of the next message; None where its header has not come yet."""
@@ -219,12 +207,10 @@ class ShapeContract:
 
     @property
     def _remedy(self) -> str:
-        """How messages may change, for an error."""
+        """The ways in which messages may change, for an error."""
         if self._known:
             return (
                 "a batch of the same shapes had that before. Where shapes depend on more than those of the batch, set "
                 'variable_seq_lengths=True and shapes="header"'
             )
-        if self.standing is None:
-            return "announce messages as they will be sent, in their order"
         return "shapes that change need variable_seq_lengths=True, or renew() on both sides"

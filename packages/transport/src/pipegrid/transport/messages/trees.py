@@ -116,7 +116,7 @@ def places(tree: Tree, path: str = "") -> Iterator[tuple[str, int | None]]:
 
 
 def select(tree: Tree, value: Any, mismatch: Callable[[str, Tree, Any], Exception], path: str = "") -> list[Any]:
-    """What ``value`` has at the leaves of a structure, in order; a list and a tuple are alike.
+    """The parts of ``value`` at the leaves of a structure, in order; a list and a tuple are alike.
 
     Raises:
         Exception: ``mismatch`` of the place, the structure there, and what ``value`` has in its stead.

@@ -1,1 +1,1 @@
-"""How this process waits for works and ends them: one lock around polls, and aborts of groups."""
+"""Waits of this process for works, and their ends: one lock around polls, and aborts of groups."""

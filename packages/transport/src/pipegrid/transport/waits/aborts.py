@@ -104,7 +104,7 @@ device_aborts = DeviceAborts()
 
 
 def abort_groups(groups: Iterable[Any], cause: str) -> list[Abort]:
-    """Begin to abort those of ``groups`` that move tensors of a device; see `DeviceAborts.start`."""
+    """Begin to abort those of ``groups`` that move tensors of a device."""
     from pipegrid.topology.torch_compat import aborts_of  # torch, which planning does without
 
     return device_aborts.start(aborts_of(groups, HOST_BACKENDS), cause)

@@ -1,4 +1,4 @@
-"""Which thread waits in the backend for a lane: one at a time, the leader; the others follow.
+"""The lock of waits in the backend for a lane: one thread at a time, the leader; the others follow.
 
 A work of a backend can be waited for once, by one thread. A caller that waits anyway becomes the leader, so the common
 case needs no hop between threads. The lane's own thread leads where no other thread waits and an end must be seen: a

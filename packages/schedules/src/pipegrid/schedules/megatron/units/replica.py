@@ -13,7 +13,7 @@ from pipegrid.gradients.groups import collection_of, device_of, replica_group, s
 from pipegrid.monitor import DisagreementError
 from pipegrid.monitor.collectives import Waiting, texts_of_ranks
 from pipegrid.plans.plan import Routes, stages_on
-from pipegrid.transport.adapted import as_communicator
+from pipegrid.transport.base import as_communicator
 from pipegrid.transport.collectives.differences import difference
 
 if TYPE_CHECKING:

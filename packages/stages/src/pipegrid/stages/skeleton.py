@@ -20,11 +20,11 @@ from pipegrid.stages.errors import CutError
 from pipegrid.stages.skips import Skips
 from pipegrid.stages.torch_compat import (
     TABLES,
-    blank,
     children_of,
     copied,
     memory_of,
     meta_copy,
+    nan_like,
     on_meta,
     tensors_in,
     tree_leaves,
@@ -38,7 +38,7 @@ class Leave(Exception):  # noqa: N818 -- no error: the own part is done
 
 @frozen
 class Needs:
-    """What the stages need to know of a call, from the trace of the whole model.
+    """The facts of a call that the stages need, from the trace of the whole model.
 
     Attributes:
         absent: places in the model's output of what the last stage cannot make.
@@ -58,7 +58,7 @@ class Needs:
 
 
 @define(eq=False)
-class Run:
+class StageRun:
     """The forward that is running on a stage.
 
     Attributes:
@@ -86,10 +86,10 @@ class Run:
         """The hidden states of what was received."""
         return first_tensor(self.received)
 
-    def blank(self, like: Tensor) -> Tensor:
+    def stand_in(self, like: Tensor) -> Tensor:
         """NaN in place of ``like``, in the dtype of the hidden states: a ghost does not know that of FSDP2."""
         hidden = self.hidden()
-        made = blank(like.to(hidden.dtype) if like.is_meta and like.is_floating_point() else like, hidden.device)
+        made = nan_like(like.to(hidden.dtype) if like.is_meta and like.is_floating_point() else like, hidden.device)
         return made.clone() if self.needs.writes else made
 
     def encoder_outputs(self, encoded: Tensor) -> Any:
@@ -147,13 +147,13 @@ class Ghost(Tensor):
     meta device.
     """
 
-    run: Run
+    run: StageRun
     earlier: bool
     _is_param: bool
     _DEVICE: ClassVar = {getattr(Tensor, name).__get__ for name in ("device", "is_cuda", "is_cpu", "is_meta")}
 
     @staticmethod
-    def of(tensor: Tensor, run: Run, *, earlier: bool) -> Ghost:
+    def of(tensor: Tensor, run: StageRun, *, earlier: bool) -> Ghost:
         """The ghost of a tensor on the meta device."""
         made = Tensor._make_subclass(Ghost, tensor.detach(), tensor.requires_grad)  # noqa: SLF001 -- as nn.Parameter does
         made.run, made.earlier = run, earlier
@@ -162,7 +162,7 @@ class Ghost(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Take a blank on the device of the stage where the shape decides; else run on the meta device."""
+        """Take a stand-in on the device of the stage where the shape decides; else run on the meta device."""
         del types
         kwargs, name = kwargs or {}, func.__name__
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 -- as torch documents for subclasses
@@ -171,7 +171,7 @@ class Ghost(Tensor):
             by_shape = func in cls._DEVICE or name == "get_device" or name.endswith("_like") or name.startswith("new_")
             like = name in ("to", "type_as") and not isinstance(args[0], cls)
             if device is not None and (by_shape or like or first.earlier):
-                args, kwargs = tree_map_only(cls, lambda one: blank(one, device), (args, kwargs))
+                args, kwargs = tree_map_only(cls, lambda one: nan_like(one, device), (args, kwargs))
             return func(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Ghost:
@@ -180,7 +180,7 @@ class Ghost(Tensor):
         return made
 
 
-def _ghost_of(part: nn.Module, run: Run, *, earlier: bool) -> nn.Module:
+def _ghost_of(part: nn.Module, run: StageRun, *, earlier: bool) -> nn.Module:
     """A copy of ``part`` whose tensors are ghosts."""
     made = meta_copy(part, buffers=True)
     ghosts: dict[int, tuple[Ghost, Tensor]] = {}  # what is in two places stays one
@@ -193,10 +193,10 @@ def _ghost_of(part: nn.Module, run: Run, *, earlier: bool) -> nn.Module:
     return made
 
 
-class Foreign(nn.Module):
+class Placeholder(nn.Module):
     """A part on another stage: no parameters; attributes are those of the part, with ghosts of its tensors."""
 
-    def __init__(self, name: str, part: nn.Module, run: Run, *, earlier: bool) -> None:
+    def __init__(self, name: str, part: nn.Module, run: StageRun, *, earlier: bool) -> None:
         super().__init__()
         # No submodule: it has no place among the stage's parameters.
         self.__dict__["ghost"] = _ghost_of(part, run, earlier=earlier)
@@ -215,7 +215,7 @@ class Foreign(nn.Module):
         running: nn.Module = self if self.run.device is None else self.__dict__["ghost"]
         return nn.Module.named_parameters(running, *args, **kwargs)
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Foreign:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Placeholder:
         """``to(dtype)`` and its like: the ghost takes the dtype, and stays on the meta device."""
         part: nn.Module = self.__dict__["ghost"]
         dtype = next((tensor.dtype for tensor in part.parameters() if tensor.is_floating_point()), None)
@@ -226,10 +226,10 @@ class Foreign(nn.Module):
         return self
 
 
-class ForeignLayer(Foreign):
+class LayerPlaceholder(Placeholder):
     """A layer on another stage; ``sends``: it is the last before this stage."""
 
-    def __init__(self, name: str, part: nn.Module, run: Run, *, earlier: bool, sends: bool) -> None:
+    def __init__(self, name: str, part: nn.Module, run: StageRun, *, earlier: bool, sends: bool) -> None:
         super().__init__(name, part, run, earlier=earlier)
         self.sends = sends
 
@@ -237,21 +237,23 @@ class ForeignLayer(Foreign):
         """Return what the stage before has sent, or a stand-in of it; a later layer ends the forward."""
         if self.earlier:
             self.run.entered = True
-            return self.run.received if self.sends else tree_map_only(Tensor, self.run.blank, self.run.received)
+            return self.run.received if self.sends else tree_map_only(Tensor, self.run.stand_in, self.run.received)
         if self.run.left is None:  # a stage of the embedding alone
             self.run.left = args[0] if args else next(iter(kwargs.values()))
         raise Leave
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """`forward`, without what torch does around it: most layers of a model are foreign to a stage."""
+        """`forward`, without what torch does around it: most layers of a model are on another stage."""
         hooked = self._forward_pre_hooks or self._forward_hooks
         return super().__call__(*args, **kwargs) if hooked else self.forward(*args, **kwargs)
 
 
-class ForeignPart(Foreign):
+class PartPlaceholder(Placeholder):
     """A part beside the layers on another stage; ``own``: the same module, which the stage has under another name."""
 
-    def __init__(self, name: str, part: nn.Module, run: Run, *, earlier: bool, own: nn.Module | None = None) -> None:
+    def __init__(
+        self, name: str, part: nn.Module, run: StageRun, *, earlier: bool, own: nn.Module | None = None
+    ) -> None:
         super().__init__(name, part, run, earlier=earlier)
         self.__dict__["own"] = own
 
@@ -271,23 +273,23 @@ class ForeignPart(Foreign):
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 -- as torch documents for subclasses
             args, kwargs = tree_map_only(Tensor, on_meta, (args, kwargs))
             made = self.__dict__["ghost"](*args, **kwargs)
-        return tree_map_only(Tensor, self.run.blank, made)
+        return tree_map_only(Tensor, self.run.stand_in, made)
 
 
-def shell_of(model: nn.Module, assignment: Assignment, stage: int, run: Run) -> nn.Module:
+def skeleton_of(model: nn.Module, assignment: Assignment, stage: int, run: StageRun) -> nn.Module:
     """The model with the parts of ``stage``; own parts are shared with ``model``, which is not changed."""
     aliases = model.named_modules(remove_duplicate=False)
     own = {part for path, part in aliases if assignment.owners(path) == {stage} and not assignment.has_layers(path)}
-    shell = _part(model, "", assignment, stage, run, own)
-    _require_no_hidden_parts(model, shell, assignment, stage)
+    skeleton = _part(model, "", assignment, stage, run, own)
+    _require_no_hidden_parts(model, skeleton, assignment, stage)
     held = assignment.held(stage)
     if held and held[0] == assignment.layers[0]:
-        shell.get_submodule(held[0]).register_forward_pre_hook(run.enter, with_kwargs=True)
-    return shell
+        skeleton.get_submodule(held[0]).register_forward_pre_hook(run.enter, with_kwargs=True)
+    return skeleton
 
 
 def _part(
-    part: nn.Module, path: str, assignment: Assignment, stage: int, run: Run, own: Container[nn.Module]
+    part: nn.Module, path: str, assignment: Assignment, stage: int, run: StageRun, own: Container[nn.Module]
 ) -> nn.Module:
     """``part`` of the model, shared, replaced or copied: a copy holds parts of both kinds.
 
@@ -298,39 +300,39 @@ def _part(
         if owner == stage:
             return copied(part)
         sends = assignment.layers[: assignment.before(stage)][-1:] == (path,)
-        return ForeignLayer(path, part, run, earlier=owner < stage, sends=sends)
+        return LayerPlaceholder(path, part, run, earlier=owner < stage, sends=sends)
     owners = assignment.owners(path)
     if not assignment.has_layers(path):
         if owners <= {stage}:
             return part  # without parameters (rotary tables, dropout), or all on this stage
         if stage not in owners and not is_container(part):
             earlier = max(owners) < stage
-            return ForeignPart(path, part, run, earlier=earlier, own=part if not earlier and part in own else None)
+            return PartPlaceholder(path, part, run, earlier=earlier, own=part if not earlier and part in own else None)
     made = copied(part)
     for key, child in children_of(part):
         made.add_module(key, _part(child, joined(path, key), assignment, stage, run, own))
     for key, parameter in part.named_parameters(recurse=False, remove_duplicate=False):
         if assignment.stage_of_parameter[joined(path, key)] != stage:
             delattr(made, key)
-            made.register_buffer(key, blank(parameter, torch.device("cpu")), persistent=False)
+            made.register_buffer(key, nan_like(parameter, torch.device("cpu")), persistent=False)
     return made
 
 
-def _require_no_hidden_parts(model: nn.Module, shell: nn.Module, assignment: Assignment, stage: int) -> None:
-    """Raise where a plain attribute of a module holds parameters of other stages, which `Foreign` does not replace."""
+def _require_no_hidden_parts(model: nn.Module, skeleton: nn.Module, assignment: Assignment, stage: int) -> None:
+    """Raise where a plain attribute of a module holds parameters of other stages, which stay there."""
     named = list(model.named_parameters(remove_duplicate=False))
     own = {id(parameter) for name, parameter in named if assignment.stage_of_parameter[name] == stage}
-    foreign = {id(parameter): name for name, parameter in named if id(parameter) not in own}
+    elsewhere = {id(parameter): name for name, parameter in named if id(parameter) not in own}
     memory = {memory_of(parameter): name for name, parameter in named if id(parameter) not in own}
 
     def hidden(value: Any) -> str | None:
         if isinstance(value, nn.Module):
-            names = [foreign.get(id(parameter)) for parameter in value.parameters()]
+            names = [elsewhere.get(id(parameter)) for parameter in value.parameters()]
             return None if None in names or not names else names[0]
         return memory.get(memory_of(value)) if isinstance(value, torch.Tensor) and id(value) not in own else None
 
-    for path, module in shell.named_modules():
-        if isinstance(module, Foreign):
+    for path, module in skeleton.named_modules():
+        if isinstance(module, Placeholder):
             continue
         for key, value in vars(module).items():
             for name in () if key in TABLES else filter(None, map(hidden, tree_leaves(value))):

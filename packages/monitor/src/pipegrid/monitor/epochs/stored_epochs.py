@@ -13,7 +13,7 @@ from pipegrid.monitor.control import ControlStore, Failure
 from pipegrid.monitor.epochs.records import (
     Alarm,
     Ballot,
-    Tally,
+    DoneCount,
     Verdict,
     alarm_of,
     verdict_of,
@@ -42,19 +42,19 @@ class EpochStore(ControlStore, Protocol):
 
 
 @frozen
-class Ledger:
+class StoredEpochs:
     """The epoch store: one method per record of the epochs in ``store``.
 
-    ==========================  ======================================================================================
-    ``incarnation/RANK``        a counter of the processes that were started for the rank
-    ``beats/RANK/INCARNATION``  a counter, which grows as long as that process lives
-    ``asking``                  processes that ask to join, or have joined: the last one of each rank
-    ``done/EPOCH/NUMBER``       a counter, to which each member adds once, see `Tally`
-    ``over/EPOCH/NUMBER``       wakes those that wait for the counter: it is complete, or there is an alarm
-    ``alarm/EPOCH``             why the epoch ends; it grows, and is never taken back
-    ``ballot/EPOCH/RANK``       written once, by the rank, which says done for nothing in this epoch after it
-    ``verdict/EPOCH``           the vote result, written once, by the first to propose one
-    ==========================  ======================================================================================
+    ===============================  ===================================================================================
+    ``incarnation/RANK``             a counter of the processes that were started for the rank
+    ``heartbeats/RANK/INCARNATION``  a counter, which grows as long as that process lives
+    ``asking``                       processes that ask to join, or have joined: the last one of each rank
+    ``done/EPOCH/NUMBER``            a counter, to which each member adds once, see `DoneCount`
+    ``over/EPOCH/NUMBER``            wakes those that wait for the counter: it is complete, or there is an alarm
+    ``alarm/EPOCH``                  why the epoch ends; it grows, and is never taken back
+    ``ballot/EPOCH/RANK``            written once, by the rank, which says done for nothing in this epoch after it
+    ``verdict/EPOCH``                the vote result, written once, by the first to propose one
+    ===============================  ===================================================================================
     """
 
     store: ControlStore
@@ -63,9 +63,9 @@ class Ledger:
         """The number of this process among those of its rank, from 1."""
         return self.store.add(f"incarnation/{rank}", 1)
 
-    def beats(self, rank: int, incarnation: int, amount: int = 0) -> int:
+    def heartbeats(self, rank: int, incarnation: int, amount: int = 0) -> int:
         """Add to the heartbeat counter of a process; the sum."""
-        return self.store.add(f"beats/{rank}/{incarnation}", amount)
+        return self.store.add(f"heartbeats/{rank}/{incarnation}", amount)
 
     def asking(self) -> dict[int, int]:
         """The processes that ask to join: the last incarnation of each rank."""
@@ -81,9 +81,9 @@ class Ledger:
 
         self._grow("asking", grown)
 
-    def say_done(self, epoch: int, number: int, amount: int) -> Tally:
+    def say_done(self, epoch: int, number: int, amount: int) -> DoneCount:
         """Add to the counter of a key."""
-        return Tally(self.store.add(f"done/{epoch}/{number}", amount))
+        return DoneCount(self.store.add(f"done/{epoch}/{number}", amount))
 
     def over(self, epoch: int, number: int) -> str:
         """The key of the store that appears when a wait for the counter is over."""

@@ -18,8 +18,8 @@ from pipegrid.monitor.control import Control
 from pipegrid.topology.addresses import address_towards, is_here
 from pipegrid.transport.collectives.differences import listed
 
-BEAT_SECONDS = 2.0
-_SILENT_SECONDS = 2.5 * BEAT_SECONDS
+HEARTBEAT_SECONDS = 2.0
+_SILENT_SECONDS = 2.5 * HEARTBEAT_SECONDS
 _PART = 4  # of the deadline, after which a rank that waits begins to listen
 
 
@@ -31,7 +31,7 @@ class _Host:
 
 
 @define(eq=False)
-class Heard:
+class LastSeen:
     """The last signs of life of the other ranks and of the control store, as one rank has read them.
 
     Attributes:
@@ -73,7 +73,7 @@ class Heard:
         if deadline is None or waited < deadline / _PART:
             self._changed.clear()  # what it has not read meanwhile is no silence
             self._listened = None
-        elif self._listened is None or now - self._listened >= BEAT_SECONDS / 2:
+        elif self._listened is None or now - self._listened >= HEARTBEAT_SECONDS / 2:
             self._before = waited if self._listened is None else self._before
             self._listened = now
             self._listen()
@@ -113,7 +113,7 @@ class Heard:
         """Seconds from the rank's last publication until this one began to read; 0 where clocks differ by more."""
         text, since = self._changed[rank]
         age = time.time() - float(json.loads(text)[1]) - (self.clock() - since)
-        return age if 0 < age < self._before + 2 * BEAT_SECONDS else 0.0
+        return age if 0 < age < self._before + 2 * HEARTBEAT_SECONDS else 0.0
 
     def _ranks_on(self, host: _Host) -> Sequence[int]:
         return [rank for rank, each in self._hosts.items() if each == host]

@@ -8,8 +8,8 @@ import pytest
 import torch.distributed as dist
 
 from pipegrid.monitor import Control, JobFailedError, Monitor
-from pipegrid.monitor import heard as module
-from pipegrid.monitor.heard import Heard
+from pipegrid.monitor import last_seen as module
+from pipegrid.monitor.last_seen import LastSeen
 
 DEADLINE = 20.0
 RANKS = range(4)
@@ -32,7 +32,7 @@ def told(monkeypatch, store):
         monkeypatch.setattr(module.socket, "gethostname", lambda rank=rank: f"host-{'ab'[rank // 2]}")
         monkeypatch.setattr(module, "address_towards", lambda _, rank=rank: f"10.9.0.{1 + rank // 2}")
         monkeypatch.setattr(module, "is_here", lambda _, rank=rank: rank < 2)
-        all_of_them.append(Heard(Control(store, rank, RANKS), "10.9.0.1", clock))
+        all_of_them.append(LastSeen(Control(store, rank, RANKS), "10.9.0.1", clock))
         all_of_them[-1].introduce()
     for each in all_of_them:
         each.answered()
@@ -93,7 +93,7 @@ def test_where_the_store_is_silent_its_host_is_named_elsewhere(told):
 
 
 def test_nothing_is_said_of_a_store_that_never_answered():
-    heard = Heard(Control(dist.HashStore(), 0, (0,)), "")
+    heard = LastSeen(Control(dist.HashStore(), 0, (0,)), "")
     heard.unanswered()
     assert heard.silence() == ""
 
@@ -102,7 +102,7 @@ def test_a_step_that_the_store_does_not_take_names_the_host_of_the_store(told, s
     """The announcement of a step is late at the same moment as the step itself, and may be the first to say so."""
     clock, heard = told
     with closing(Monitor(store, rank=2, ranks=RANKS, deadline=DEADLINE)) as monitor:
-        monitor._heard = heard[2]
+        monitor._last_seen = heard[2]
         clock.now += 10
         monitor.silent(5, RuntimeError("the store did not answer within 10 s"))
         assert monitor.failure is not None

@@ -69,23 +69,20 @@ def one_loop() -> tuple[str, Loop]:
     return BACKEND, Loop()
 
 
-class GlooTicket:
-    """See `Ticket`."""
+class GlooTicket(list[Any]):
+    """See `Ticket`: the works that were not waited for. A list, since one is made for each message."""
 
-    __slots__ = ("_works",)
-
-    def __init__(self, works: Sequence[Any]) -> None:
-        self._works = works
+    __slots__ = ()
 
     def hold(self, timeout: timedelta) -> None:
         """See `Ticket.hold`."""
-        for work in self._works:
+        for work in self:
             work.wait(timeout)
-        self._works = ()  # a second wait would block
+        self.clear()  # a second wait would block
 
     def done(self) -> bool:
         """See `Ticket.done`."""
-        return not self._works
+        return not self
 
     def order(self) -> None:
         """See `Ticket.order`: the host is the stream of a CPU."""

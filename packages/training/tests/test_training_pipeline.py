@@ -26,7 +26,7 @@ from pipegrid.topology import HyperCommGrid
 from pipegrid.topology.torch_compat import living_groups
 from pipegrid.training import Pipeline, PipelineModule, pipeline_stage
 from pipegrid.training.generation.generate import evaluating
-from pipegrid.training.pipeline.counts import CallMeeting, StepCounts
+from pipegrid.training.pipeline.counts import CallMeeting, StepCounts, sums_of
 from pipegrid.training.pipeline.losses import OwnLoss
 from pipegrid.training.pipeline.microbatches import Share, microbatch
 from stages_kit.gradients import require_gradients
@@ -330,7 +330,7 @@ def meet_in_other_calls(ranks, grid, call, among, *, check):
 def alone(own, loss, logits, **inputs):
     """The loss of a step of one microbatch, and the first of what it may be a mean over."""
     part = microbatch(inputs, Share(), torch.device("cpu"))
-    counts = StepCounts.told(CallMeeting.start("step", [part], torch.device("cpu"), None, Waiting()))
+    counts = StepCounts.told(CallMeeting.start("step", sums_of([part]), torch.device("cpu"), None, Waiting()))
     found, weight, _ = own(SimpleNamespace(loss=loss, logits=logits), part, counts)
     assert weight == 1
     return found, own.left[0]

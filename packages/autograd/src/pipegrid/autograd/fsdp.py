@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 
-from pipegrid.autograd.tree import modules_in
+from pipegrid.autograd.tree import fsdp_among, modules_in
 
 POST_BACKWARD = "RegisterPostBackwardFunctionBackward"
 """The node at which ``fully_shard`` reduces the gradients of a module: above those of the module's inputs."""
@@ -16,29 +15,17 @@ POST_BACKWARD = "RegisterPostBackwardFunctionBackward"
 
 def is_fsdp(module: torch.nn.Module) -> bool:
     """Whether ``fully_shard`` has sharded ``module`` itself."""
-    return (kind := _kind()) is not None and isinstance(module, kind)
+    return bool(fsdp_among([module]))
 
 
 def fsdp_modules(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
     """The modules inside that ``fully_shard`` has sharded, outer ones first, with their names."""
-    if (kind := _kind()) is not None:
-        yield from ((name, inner) for name, inner in module.named_modules() if isinstance(inner, kind))
-
-
-def fsdp_among(modules: Iterable[torch.nn.Module]) -> list[Any]:
-    """The modules among ``modules`` that ``fully_shard`` has sharded."""
-    return [] if (kind := _kind()) is None else [each for each in modules if isinstance(each, kind)]
+    return ((name, inner) for name, inner in module.named_modules() if is_fsdp(inner))
 
 
 def has_fsdp(module: torch.nn.Module) -> bool:
     """Whether ``fully_shard`` has sharded a module inside."""
     return bool(fsdp_among(modules_in(module)))
-
-
-def _kind() -> type | None:
-    """The class of sharded modules; None where nothing has imported FSDP2, which takes a second."""
-    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
-    return None if fsdp is None else fsdp.FSDPModule
 
 
 def divide_factor(module: Any) -> float | None:

@@ -1,6 +1,10 @@
-"""The modules of a model in one walk, for what looks at them in every step."""
+"""The modules of a model in one walk, for what looks at them in every step; which of them FSDP2 has sharded."""
 
 from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 
@@ -17,3 +21,11 @@ def modules_in(model: torch.nn.Module) -> list[torch.nn.Module]:
                 seen.add(inner)
                 found.append(inner)
     return found
+
+
+def fsdp_among(modules: Iterable[torch.nn.Module]) -> list[Any]:
+    """The modules among ``modules`` that ``fully_shard`` has sharded."""
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # whose import takes a second
+    if fsdp is None:
+        return []
+    return [module for module in modules if isinstance(module, fsdp.FSDPModule)]

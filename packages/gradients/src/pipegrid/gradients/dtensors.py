@@ -11,7 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pipegrid.autograd.fsdp import divide_factor, fsdp_among
+from pipegrid.autograd.fsdp import divide_factor
+from pipegrid.autograd.tree import fsdp_among
 
 
 def is_dtensor(tensor: torch.Tensor) -> bool:

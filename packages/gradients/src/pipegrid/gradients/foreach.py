@@ -20,13 +20,14 @@ def divide_(tensors: Sequence[torch.Tensor], divisor: torch.Tensor | float) -> N
     """Divide each in place; narrow floats in float32: a GPU would make the tokens float16, which ends at 65504."""
     if not isinstance(divisor, torch.Tensor) and divisor == 1:
         return
-    narrow = isinstance(divisor, torch.Tensor)
-    wide = [tensor for tensor in tensors if not (narrow and tensor.dtype in (torch.float16, torch.bfloat16))]
+    wide: list[torch.Tensor] = []
+    for tensor in tensors:
+        if isinstance(divisor, torch.Tensor) and tensor.dtype in (torch.float16, torch.bfloat16):
+            tensor.copy_(tensor.float().div_(divisor))
+        else:
+            wide.append(tensor)
     if wide:
         torch._foreach_div_(wide, divisor)
-    for tensor in tensors:
-        if narrow and tensor.dtype in (torch.float16, torch.bfloat16):
-            tensor.copy_(tensor.float().div_(divisor))
 
 
 def add_(tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> None:

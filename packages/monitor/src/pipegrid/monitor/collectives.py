@@ -82,24 +82,24 @@ class Waiting:
             if self.monitor is not None:
                 return self.monitor.finish(work, group, self.what, on_device=on_device, host=host)
             return finish(work, group, on_device=on_device, host=host)
-        began, waits = time.monotonic(), long_waits()
+        began = time.monotonic()
         said = False
 
         def look() -> None:
             nonlocal said
             if not said and time.monotonic() - began > min(_MOMENT_SECONDS, deadline / 2):
                 said = True
-                waits.begin(self.what)
+                long_waits().begin(self.what)
 
         if self.monitor is None:
             failed = finish(work, group, on_device=on_device, host=host, end=began + deadline, given_up=look)
         else:
             failed = self.monitor.finish(
                 work, group, self.what, on_device=on_device, host=host, deadline=deadline, look=look,
-                absent=lambda: waits.absent(self.what, _ranks(group)),
+                absent=lambda: long_waits().absent(self.what, _ranks(group)),
             )  # fmt: skip
-        if failed is None:
-            waits.end()
+        if failed is None and said:
+            long_waits().end()
         return failed
 
 

@@ -159,11 +159,11 @@ class Communicator:
     # ---- A step
 
     def in_order(self) -> AbstractContextManager[None]:
-        """Entered around a step: transfers start in the order of calls inside."""
+        """Entered around a step, where `batches`: transfers start in the order of calls inside."""
         return nullcontext()
 
     def patient(self, seconds: float) -> AbstractContextManager[None]:
-        """Entered around a step: transfers for which no wait says how many have at least ``seconds`` inside."""
+        """Entered around a step that may take longer: transfers for which no wait says how many have ``seconds``."""
         del seconds
         return nullcontext()
 

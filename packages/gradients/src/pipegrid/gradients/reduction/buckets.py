@@ -43,12 +43,16 @@ class Bucket:
         parameters: of ``layouts``.
         tensor: group of tensor-parallel ranks to sum over first.
         replicas: group of replicas to sum over; None where there is one, or a ``REDUCE`` has summed over them.
+        tie: the mark of the one parameter, if it is tied.
+        perhaps_partial: gradients may be partial sums over a mesh; the same on every replica, even without a gradient.
     """
 
     layouts: tuple[ParameterGradient, ...]
     parameters: tuple[torch.nn.Parameter, ...] = field(init=False)
     tensor: dist.ProcessGroup | None = field(init=False)
     replicas: dist.ProcessGroup | None = field(init=False)
+    tie: TieMark | None = field(init=False)
+    perhaps_partial: bool = field(init=False)
     gradients: list[torch.Tensor | None] = field(factory=list)
     values: torch.Tensor | None = None  # the gradients, flat; None where nothing is summed
     flags: torch.Tensor | None = None
@@ -56,31 +60,24 @@ class Bucket:
     missing: int = field(init=False)
     """Parameters whose gradients are not whole."""
     wait: Callable[[Waiting], None] | None = field(init=False)
+    _summed_over: tuple[dist.ProcessGroup | None, dist.ProcessGroup | None] = field(init=False)
     _sums: list[torch.Tensor] = field(factory=list, init=False)  # what is summed: ``values`` and ``flags``
 
     def __attrs_post_init__(self) -> None:
         self.parameters = tuple([each.parameter for each in self.layouts])
+        self.tie, self.perhaps_partial = self.layouts[0].marks.tie, bool(self.layouts[0].alike)
+        self._summed_over = self.layouts[0].summed_over
         self.begin()
 
     def begin(self) -> None:
         """Before a step."""
-        self.tensor, self.replicas = self.layouts[0].summed_over
+        self.tensor, self.replicas = self._summed_over
         self.started, self.missing, self.wait = False, len(self.parameters), None
-
-    @property
-    def tie(self) -> TieMark | None:
-        """The mark of the one parameter, if it is tied."""
-        return self.layouts[0].marks.tie
 
     @property
     def first(self) -> dist.ProcessGroup | None:
         """The group of the first all-reduce."""
         return self.replicas if self.tensor is None else self.tensor
-
-    @property
-    def perhaps_partial(self) -> bool:
-        """Whether gradients may be partial sums over a mesh; the same on every replica, even without a gradient."""
-        return bool(self.layouts[0].alike)
 
     def fault(self) -> str | None:
         """The fault of a gradient; None: there is none."""
@@ -172,6 +169,8 @@ class Bucket:
     @property
     def unknown(self) -> torch.Tensor | None:
         """The flags, where this rank lacks a gradient; None where it has them all, or nothing is summed."""
+        if self.flags is None:
+            return None
         return self.flags if any(each is None for each in self.gradients) else None  # `in` compares tensors
 
     def finish(self, divisor: Divisor | None, used: Sequence[bool]) -> None:

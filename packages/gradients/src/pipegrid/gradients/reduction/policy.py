@@ -18,9 +18,8 @@ from attrs import frozen
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from pipegrid.autograd import is_compiled_in_place
-from pipegrid.autograd.fsdp import divide_factor, fsdp_among, has_fsdp
-from pipegrid.autograd.tree import modules_in
+from pipegrid.autograd.fsdp import divide_factor, has_fsdp
+from pipegrid.autograd.tree import fsdp_among, modules_in
 from pipegrid.core.graph import ModuleGraph
 from pipegrid.gradients.dtensors import fsdp_divisors
 from pipegrid.gradients.errors import GradientError
@@ -45,8 +44,8 @@ from pipegrid.transport.collectives.differences import difference
 Models = Mapping[int, torch.nn.Module]
 """This rank's models by stage, in the order of chunks."""
 
-Counted = Mapping[int, torch.Tensor | None]
-"""The tokens that the loss of each stage counted; None of a stage without a loss."""
+Counted = Callable[[], Mapping[int, torch.Tensor | None]]
+"""The tokens that the loss of each stage counted; None of a stage without a loss. Called where gradients need them."""
 
 
 @frozen
@@ -256,9 +255,9 @@ class StepGradients:
         """This rank's part of the job's tokens: all tp ranks of a loss stage see the same ones, the first counts."""
         if not self.policy.per_token:
             return None
-        parts = []
+        parts, numbers = [], counted()
         for stage, model in self.models.items():
-            own = counted[stage]
+            own = numbers[stage]
             if own is None:
                 own = torch.zeros((), dtype=torch.int64, device=device_of(model, None))
             tp = group_of(self.pg_collection, self.policy.names[stage], "tp")
@@ -409,16 +408,16 @@ def observed(models: Sequence[torch.nn.Module]) -> tuple[object, ...]:
         sharded = fsdp_among(modules)
         for inner in sharded:
             found += (id(inner), divide_factor(inner))
-        found += map(id, modules)
-        found += map(is_compiled_in_place, modules)
-        for parameter in [each for module in modules for each in module._parameters.values()]:  # noqa: SLF001
-            if parameter is None:
-                continue
-            plain = type(parameter) is torch.nn.Parameter
-            found.append(parameter.requires_grad)
-            if not sharded:
-                shape = parameter.shape if plain or not is_lazy(parameter) else None
-                found += (id(parameter), shape, parameter.dtype, parameter.device)
-            if not plain or vars(parameter):  # most carry no mark
-                found += (marks_of(parameter), accumulation_dtype(parameter))
+        for module in modules:
+            found += (id(module), module._compiled_call_impl is None)  # noqa: SLF001 (as `is_compiled_in_place`)
+            for parameter in module._parameters.values():  # noqa: SLF001
+                if parameter is None:
+                    continue
+                plain = type(parameter) is torch.nn.Parameter
+                found.append(parameter.requires_grad)
+                if not sharded:
+                    shape = parameter.shape if plain or not is_lazy(parameter) else None
+                    found += (id(parameter), shape, parameter.dtype, parameter.device)
+                if not plain or vars(parameter):  # most carry no mark
+                    found += (marks_of(parameter), accumulation_dtype(parameter))
     return tuple(found)

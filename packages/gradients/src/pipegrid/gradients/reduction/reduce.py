@@ -98,10 +98,13 @@ class GradientReduction:
     buckets: tuple[Bucket, ...]
     loss_lanes: int | None
     job_group: dist.ProcessGroup | None
+    parameters: tuple[torch.nn.Parameter, ...] = field(init=False)
+    """What is reduced."""
     _bucket_of: dict[int, Bucket] = field(init=False)
     _left: dict[int, Bucket] = field(init=False)  # of the parameters whose gradients are not whole
 
     def __attrs_post_init__(self) -> None:
+        self.parameters = tuple([parameter for bucket in self.buckets for parameter in bucket.parameters])
         self._bucket_of = {id(parameter): bucket for bucket in self.buckets for parameter in bucket.parameters}
         self._left = dict(self._bucket_of)
 
@@ -110,11 +113,6 @@ class GradientReduction:
         self._left = dict(self._bucket_of)
         for bucket in self.buckets:
             bucket.begin()
-
-    @property
-    def parameters(self) -> list[torch.nn.Parameter]:
-        """The parameters whose gradients are reduced."""
-        return [parameter for bucket in self.buckets for parameter in bucket.parameters]
 
     @classmethod
     def of(
@@ -197,7 +195,11 @@ class GradientReduction:
         ``num_tokens``: of this rank; or ``counted`` waits for those of the job, float64 on the gradients' device.
         The host reads the device at most once: where a parameter of this rank had no gradient.
         """
-        for bucket in self._startable():
+        remaining = [bucket for bucket in self.buckets if not bucket.started]
+        for bucket in remaining:  # nothing is sent where one of them cannot be summed
+            if (fault := bucket.fault()) is not None:
+                raise GradientError(fault)
+        for bucket in remaining:
             bucket.start()
         divisor: Divisor | None = self.loss_lanes
         total = None if counted is None else counted()
@@ -218,14 +220,6 @@ class GradientReduction:
                 unknown.append(bucket)
         for bucket, used in zip(unknown, used_in(unknown) if unknown else (), strict=True):
             bucket.finish(divisor, used)
-
-    def _startable(self) -> list[Bucket]:
-        """The buckets that no backward has started; one whose gradients cannot be summed is an error."""
-        remaining = [bucket for bucket in self.buckets if not bucket.started]
-        for bucket in remaining:
-            if (fault := bucket.fault()) is not None:
-                raise GradientError(fault)
-        return remaining
 
 
 def global_tokens(

@@ -9,79 +9,23 @@ scaled by. A function whose scale nothing sets is found in the backwards of a st
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
-from attrs import define, field, frozen
+from attrs import define, field
 from torch.autograd.function import BackwardCFunction
 
 from pipegrid.gradients.groups import device_of
 from pipegrid.gradients.main_grad import named_modules
 from pipegrid.plans.plan import Action, ActionKind
 from pipegrid.schedules.errors import StageOutputError
-from pipegrid.schedules.megatron.config import option
+from pipegrid.schedules.megatron.config import AuxLossScaler, option
 
 _BACKWARDS = (ActionKind.B, ActionKind.I, ActionKind.W)
 _WATCHED = 2
 """Forwards of a stage: a gradient that does not depend on the one that arrives is the same in both."""
-
-
-@frozen
-class AuxLossScaler:
-    """A function that sets the scale of attached losses.
-
-    Attributes:
-        set_scale: takes the scale, a tensor with one element.
-        owner: the class that has the scale; None where it is not known.
-        of_cp_share: with context parallelism a rank attaches its share of a mean, as of the main loss; False: a mean
-            over its own tokens.
-        grad_scale: the name of an option of the config that gives its loss scale, before ``grad_scale_func``.
-    """
-
-    set_scale: Callable[[torch.Tensor], Any]
-    owner: type | None
-    of_cp_share: bool = True
-    grad_scale: str | None = None
-
-
-_MEGATRON: dict[tuple[str, str], dict[str, Any]] = {
-    ("megatron.core.transformer.moe.moe_utils", "MoEAuxLossAutoScaler"): {},
-    ("megatron.core.transformer.multi_token_prediction", "MTPLossAutoScaler"): {
-        "of_cp_share": False,
-        "grad_scale": "mtp_grad_scale_func",
-    },
-    ("megatron.core.transformer.experimental_attention_variant.dsa", "DSAIndexerLossAutoScaler"): {
-        "of_cp_share": False
-    },
-}
-"""By module and name, with what Megatron's own step functions do with each."""
-
-
-def aux_loss_scalers(config: Any) -> tuple[AuxLossScaler, ...]:
-    """The scalers of ``config``, and those of Megatron's classes whose modules are loaded."""
-    given = option(config, "aux_loss_scalers")
-    if given is None:
-        return ()
-    own = [_scaler(each) for each in given]
-    known = [
-        AuxLossScaler(found.set_loss_scale, found, **how)
-        for (module, name), how in _MEGATRON.items()
-        if (found := getattr(sys.modules.get(module), name, None)) is not None
-    ]
-    if not own:
-        return tuple(known)
-    taken = {each.owner for each in own}
-    return (*own, *[each for each in known if each.owner not in taken])
-
-
-def _scaler(given: Any) -> AuxLossScaler:
-    if hasattr(given, "set_loss_scale"):
-        return AuxLossScaler(given.set_loss_scale, given if isinstance(given, type) else type(given))
-    owner = getattr(given, "__self__", None)  # of a class method
-    return AuxLossScaler(given, owner if isinstance(owner, type) else None)
 
 
 @define(eq=False)

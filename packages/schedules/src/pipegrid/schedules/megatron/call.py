@@ -6,6 +6,8 @@ decides how a step runs: arguments, options of the config, process groups, and w
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -13,11 +15,12 @@ from typing import Any, NamedTuple
 import torch
 from attrs import define, field, frozen
 
+from pipegrid.core.errors import StepArgumentError
+from pipegrid.core.fields import shown
 from pipegrid.gradients.groups import collections_by_name
 from pipegrid.gradients.reduction import StepGradients, observed
 from pipegrid.plans.plan import Routes
-from pipegrid.schedules.megatron.aux_losses import aux_loss_scalers
-from pipegrid.schedules.megatron.config import OF_MEGATRON, PipelineConfig, config_of, option
+from pipegrid.schedules.megatron.config import OF_MEGATRON, PipelineConfig, aux_loss_scalers, config_of, option
 from pipegrid.schedules.megatron.place import sharding_key
 from pipegrid.schedules.runtime import MessageHook
 
@@ -123,14 +126,10 @@ class StepKey(NamedTuple):
     marks: tuple[object, ...]
 
 
-def step_key(kind: object, call: StepCall, known: KnownOptions) -> StepKey:
-    """The key of ``call``; ``known``: of its models.
-
-    Raises:
-        StepArgumentError: a model has no config.
-    """
-    nesting, models = flat(call.model)
-    config = config_of(models[0])
+def step_key(
+    kind: object, call: StepCall, nesting: object, models: tuple[Any, ...], config: Any, known: KnownOptions
+) -> StepKey:
+    """The key of ``call``, whose models are nested so (`flat`) and have ``config``; ``known``: of these."""
     return StepKey(
         kind,
         call.p2p_communicator,
@@ -142,8 +141,8 @@ def step_key(kind: object, call: StepCall, known: KnownOptions) -> StepKey:
         call.adjust_tensor_shapes_fn is not None,
         nesting,
         tuple(map(weakref.ref, models)),
-        (have_one_config(models), bool(aux_loss_scalers(config)), *known.of(config)),
-        _groups(call.pg_collection),
+        (len(models) == 1 or have_one_config(models), bool(aux_loss_scalers(config)), *known.of(config)),
+        () if call.pg_collection is None else _groups(call.pg_collection),
         tuple([vars(model).get("stage_of_layout") for model in models]),  # a module is slow to say what it lacks
         observed(models),
     )
@@ -151,8 +150,6 @@ def step_key(kind: object, call: StepCall, known: KnownOptions) -> StepKey:
 
 def have_one_config(models: Sequence[Any]) -> bool:
     """Whether all ``models`` have the same config, or equal ones."""
-    if len(models) == 1:
-        return True
     configs = [config_of(model) for model in models]
     return all(each is configs[0] or each == configs[0] for each in configs[1:])
 
@@ -172,6 +169,66 @@ def flat(model: Any) -> tuple[object, tuple[Any, ...]]:
     return tuple(forms), tuple(models)
 
 
+def by_stage(held: Mapping[str, Sequence[int]], value: Any, name: str) -> dict[int, Any]:
+    """The argument ``name`` by stage: an entry of a mapping by module, or one object for all stages of this rank.
+
+    Of a module with several stages on this rank, an entry (or the object, of a single module) is a list with one
+    item for each, or None; else StepArgumentError. Of a module with one, a list or tuple of one is its item; other
+    sequences (``range(100)``, a data set) are values.
+
+    ``held``: the stages on this rank by module.
+    """
+    by_module = value if isinstance(value, Mapping) else dict.fromkeys(held, value)
+    if set(by_module) != set(held):
+        raise StepArgumentError(
+            f"{name} has entries for {sorted(by_module)}; this rank runs the modules {sorted(held)}"
+        )
+    found: dict[int, Any] = {}
+    for module, stages in held.items():
+        item = by_module[module]
+        if isinstance(item, (list, tuple)) and len(item) == len(stages):
+            found |= dict(zip(stages, item, strict=True))
+        elif item is None or (len(stages) == 1 and not isinstance(item, (list, tuple))):
+            found |= dict.fromkeys(stages, item)
+        elif len(stages) == 1:
+            raise StepArgumentError(f"{name} is a list of {len(item)}: without interleaving a rank has one chunk")
+        else:
+            given = f"a list of {len(item)}" if isinstance(item, (list, tuple)) else type(item).__name__
+            raise StepArgumentError(
+                f"this rank runs {len(stages)} stages of module {module!r}, and {name} is {given}; give a list "
+                "with one for each, in the order of stages"
+            )
+    return dict(sorted(found.items()))
+
+
+CHECKPOINTS = "num_microbatches_with_partial_activation_checkpoints"
+_FITTING: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+"""Functions whose signature was found right, by how many arguments they are called with."""
+
+
+def require_forward_step(forward_step_func: Any, *, checkpoints: bool) -> None:
+    """Raise unless the function accepts two arguments, or three with partial activation checkpoints."""
+    arguments = ("data_iterator", "model", "checkpoint_activations_microbatch")[: 3 if checkpoints else 2]
+    function = getattr(forward_step_func, "__func__", forward_step_func)  # a bound method is a new object each time
+    try:
+        known = _FITTING.get(function)
+    except TypeError:  # a callable without weak references
+        known = None
+    if known == len(arguments):
+        return
+    try:
+        inspect.signature(forward_step_func).bind(*arguments)
+    except ValueError:  # a callable in C without a signature
+        return
+    except TypeError as error:
+        raise StepArgumentError(
+            f"forward_step_func is {shown(forward_step_func)}, and this config calls it as f({', '.join(arguments)}): "
+            f"{error}"
+        ) from None
+    with contextlib.suppress(TypeError):
+        _FITTING[function] = len(arguments)
+
+
 _VALUES = (
     "autocast_dtype",
     "calculate_per_token_loss",
@@ -184,7 +241,7 @@ _VALUES = (
     "hidden_size",
     "microbatch_group_size_per_vp_stage",
     "monitor",
-    "num_microbatches_with_partial_activation_checkpoints",
+    CHECKPOINTS,
     "overlap_grad_reduce",
     "overlap_moe_expert_parallel_comm",
     "overlap_p2p_comm",
@@ -194,7 +251,14 @@ _VALUES = (
     "variable_seq_lengths",
     "weighted_microbatches",
 )
-_FUNCTIONS = ("finalize_model_grads_func", "grad_scale_func", "no_sync_func", "pair_func")
+_FUNCTIONS = (
+    "finalize_model_grads_func",
+    "grad_scale_func",
+    "grad_sync_func",
+    "no_sync_func",
+    "pair_func",
+    "param_sync_func",
+)
 
 
 def options_of(config: Any) -> tuple[object, ...]:
@@ -235,9 +299,6 @@ _GROUPS = ("dp", "dp_cp", "cp", "tp", "expt_dp", "expt_tp")
 
 def _groups(pg_collection: Any) -> tuple[object, ...]:
     """The process groups of a collection, or of each module's."""
-    if pg_collection is None:
-        return ()
     by_name = collections_by_name(pg_collection)
-    if by_name is None:
-        return tuple([getattr(pg_collection, name, None) for name in _GROUPS])
-    return tuple([(module, *_groups(collection)) for module, collection in by_name.items()])
+    held = {"": pg_collection} if by_name is None else by_name
+    return *held, *[getattr(collection, name, None) for collection in held.values() for name in _GROUPS]

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
-import inspect
-import weakref
 from collections.abc import Mapping
 from typing import Any
 
 from pipegrid.core.errors import StepArgumentError
-from pipegrid.core.fields import shown
 from pipegrid.core.graph import ModuleGraph
 from pipegrid.gradients.reduction.policy import Models
 from pipegrid.plans.generators import SCHEDULES, find_schedule
-from pipegrid.schedules.megatron.call import StepCall
+from pipegrid.schedules.megatron.call import CHECKPOINTS, StepCall
 from pipegrid.schedules.megatron.config import option, unwrapped_attribute
-from pipegrid.schedules.megatron.forward import numbered_modules
+from pipegrid.schedules.megatron.forward import modules_with
 from pipegrid.schedules.megatron.kinds import StepKind
-
-CHECKPOINTS = "num_microbatches_with_partial_activation_checkpoints"
 
 
 def require_in_place(models: Mapping[int, Any], graph: ModuleGraph) -> None:
@@ -69,35 +63,8 @@ def require_sliced(models: Mapping[int, Any], config: Any, num_slices: int) -> N
                 f"config.{name} is set, which counts whole microbatches: num_slices is {num_slices}"
             )
     for stage, model in models.items():
-        if not numbered_modules(model.modules(), "current_slice"):
+        if not modules_with(model.modules(), "current_slice")[0]:
             raise StepArgumentError(
                 f"num_slices is {num_slices}, and no module of stage {stage} has a current_slice, by which attention "
                 "sees the earlier slices; set current_slice = None on each attention module (or on any)"
             )
-
-
-_FITTING: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-"""Functions whose signature was found right, by how many arguments they are called with."""
-
-
-def require_forward_step(forward_step_func: Any, *, checkpoints: bool) -> None:
-    """Raise unless the function accepts two arguments, or three with partial activation checkpoints."""
-    arguments = ("data_iterator", "model", "checkpoint_activations_microbatch")[: 3 if checkpoints else 2]
-    function = getattr(forward_step_func, "__func__", forward_step_func)  # a bound method is a new object each time
-    try:
-        known = _FITTING.get(function)
-    except TypeError:  # a callable without weak references
-        known = None
-    if known == len(arguments):
-        return
-    try:
-        inspect.signature(forward_step_func).bind(*arguments)
-    except ValueError:  # a callable in C without a signature
-        return
-    except TypeError as error:
-        raise StepArgumentError(
-            f"forward_step_func is {shown(forward_step_func)}, and this config calls it as f({', '.join(arguments)}): "
-            f"{error}"
-        ) from None
-    with contextlib.suppress(TypeError):
-        _FITTING[function] = len(arguments)

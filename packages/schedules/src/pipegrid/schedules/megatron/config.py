@@ -7,6 +7,7 @@ lacks has the default given here. `PipelineConfig` is the documented form.
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import MappingProxyType
@@ -270,6 +271,57 @@ def require_options(config: Any) -> None:
     require_known(config)
     for name in _READ_LATE:
         checked_option(config, name)
+
+
+@frozen
+class AuxLossScaler:
+    """A function that sets the scale of attached losses.
+
+    Attributes:
+        set_scale: takes the scale, a tensor with one element.
+        owner: the class that has the scale; None where it is not known.
+        of_cp_share: with context parallelism a rank attaches its share of a mean, as of the main loss; False: a mean
+            over its own tokens.
+        grad_scale: the name of an option of the config that gives its loss scale, before ``grad_scale_func``.
+    """
+
+    set_scale: Callable[[Any], Any]
+    owner: type | None
+    of_cp_share: bool = True
+    grad_scale: str | None = None
+
+
+_MEGATRON: dict[tuple[str, str], dict[str, Any]] = {
+    ("megatron.core.transformer.moe.moe_utils", "MoEAuxLossAutoScaler"): {},
+    ("megatron.core.transformer.multi_token_prediction", "MTPLossAutoScaler"): {
+        "of_cp_share": False,
+        "grad_scale": "mtp_grad_scale_func",
+    },
+    ("megatron.core.transformer.experimental_attention_variant.dsa", "DSAIndexerLossAutoScaler"): {
+        "of_cp_share": False
+    },
+}
+"""By module and name, with what Megatron's own step functions do with each."""
+
+
+def aux_loss_scalers(config: Any) -> tuple[AuxLossScaler, ...]:
+    """The scalers of ``config``, and those of Megatron's classes whose modules are loaded."""
+    given = option(config, "aux_loss_scalers")
+    if given is None:
+        return ()
+    scalers = list(map(_scaler, given))
+    for (module, name), how in _MEGATRON.items():
+        found = getattr(sys.modules.get(module), name, None)
+        if found is not None and not any(each.owner is found for each in scalers):
+            scalers.append(AuxLossScaler(found.set_loss_scale, found, **how))
+    return tuple(scalers)
+
+
+def _scaler(given: Any) -> AuxLossScaler:
+    if hasattr(given, "set_loss_scale"):
+        return AuxLossScaler(given.set_loss_scale, given if isinstance(given, type) else type(given))
+    owner = getattr(given, "__self__", None)  # of a class method
+    return AuxLossScaler(given, owner if isinstance(owner, type) else None)
 
 
 def config_of(model: Any) -> Any:

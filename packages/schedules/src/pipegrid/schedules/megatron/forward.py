@@ -40,16 +40,19 @@ class WithLoss:
 
 def set_current_microbatch(model: torch.nn.Module, microbatch_id: int) -> None:
     """Set ``current_microbatch`` of every module of ``model`` with that attribute."""
-    for module in numbered_modules(model.modules()):
+    for module in modules_with(model.modules(), "current_microbatch")[0]:
         module.current_microbatch = microbatch_id  # type: ignore[assignment]
 
 
-def numbered_modules(
-    modules: Iterable[torch.nn.Module], name: str = "current_microbatch"
-) -> tuple[torch.nn.Module, ...]:
-    """Those of ``modules`` with a ``current_microbatch``, or with the attribute ``name``."""
-    # Looked up so, a module without it costs no error of its `__getattr__`.
-    return tuple([each for each in modules if name in vars(each) or hasattr(type(each), name)])
+def modules_with(modules: Iterable[torch.nn.Module], *names: str) -> list[list[torch.nn.Module]]:
+    """By attribute in ``names`` those of ``modules`` that have it."""
+    found: list[list[torch.nn.Module]] = [[] for _ in names]
+    for module in modules:
+        own, kind = vars(module), type(module)
+        for held, name in zip(found, names, strict=True):
+            if name in own or hasattr(kind, name):  # looked up so, a module without it costs no error of `__getattr__`
+                held.append(module)
+    return found
 
 
 def forward_step(

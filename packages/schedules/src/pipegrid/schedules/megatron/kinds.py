@@ -11,7 +11,7 @@ from pipegrid.core.errors import StepArgumentError
 from pipegrid.gradients.reduction.policy import Models
 from pipegrid.plans.passes.lowering import Receives
 from pipegrid.plans.verify import Proof
-from pipegrid.schedules.megatron.call import StepCall, have_one_config
+from pipegrid.schedules.megatron.call import StepCall, by_stage, have_one_config
 from pipegrid.schedules.megatron.config import checked_option, option
 from pipegrid.schedules.megatron.counts import require_job
 from pipegrid.schedules.megatron.place import Place, PlanNeeds, interleaved_proof, one_module, place_of, step_proof
@@ -115,7 +115,7 @@ def models_by_stage(kind: StepKind, place: Place, model: Any) -> Models:
         raise StepArgumentError(
             f"this rank runs the modules {list(place.modules)}; give model as a dict with one entry for each of them"
         )
-    models: Models = place.by_stage(model, "model")
+    models: Models = by_stage(place.held, model, "model")
     if kind != INTERLEAVED and not have_one_config(list(models.values())):
         raise StepArgumentError("the models on this rank have different configs; a step has one")
     return models

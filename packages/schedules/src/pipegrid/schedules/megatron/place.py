@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import cached_property, lru_cache
 from typing import Any, TypeAlias
 
@@ -91,42 +90,12 @@ class Place:
         return tuple(dict.fromkeys(map(self.module_of, self.stages)))
 
     @cached_property
-    def _held(self) -> dict[str, list[int]]:
+    def held(self) -> dict[str, list[int]]:
         """The stages on this rank by module."""
         held: dict[str, list[int]] = {}
         for stage in self.stages:
             held.setdefault(self.module_of(stage), []).append(stage)
         return held
-
-    def by_stage(self, value: Any, name: str) -> dict[int, Any]:
-        """``value`` by stage: an entry of a mapping by module, or one object for all stages of this rank.
-
-        Of a module with several stages on this rank, an entry (or the object, of a single module) is a list with one
-        item for each, or None; else StepArgumentError. Of a module with one, a list or tuple of one is its item; other
-        sequences (``range(100)``, a data set) are values.
-        """
-        held = self._held
-        by_module = value if isinstance(value, Mapping) else dict.fromkeys(held, value)
-        if set(by_module) != set(held):
-            raise StepArgumentError(
-                f"{name} has entries for {sorted(by_module)}; this rank runs the modules {sorted(held)}"
-            )
-        found: dict[int, Any] = {}
-        for module, stages in held.items():
-            item = by_module[module]
-            if isinstance(item, (list, tuple)) and len(item) == len(stages):
-                found |= dict(zip(stages, item, strict=True))
-            elif item is None or (len(stages) == 1 and not isinstance(item, (list, tuple))):
-                found |= dict.fromkeys(stages, item)
-            elif len(stages) == 1:
-                raise StepArgumentError(f"{name} is a list of {len(item)}: without interleaving a rank has one chunk")
-            else:
-                given = f"a list of {len(item)}" if isinstance(item, (list, tuple)) else type(item).__name__
-                raise StepArgumentError(
-                    f"this rank runs {len(stages)} stages of module {module!r}, and {name} is {given}; give a list "
-                    "with one for each, in the order of stages"
-                )
-        return {stage: found[stage] for stage in self.stages}
 
 
 @lru_cache(maxsize=64)

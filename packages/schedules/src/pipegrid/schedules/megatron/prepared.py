@@ -29,17 +29,25 @@ from pipegrid.gradients.reduction import (
 from pipegrid.gradients.reduction.policy import Models
 from pipegrid.monitor.collectives import Waiting
 from pipegrid.plans.plan import ActionKind, Plan
-from pipegrid.schedules.megatron.aux_losses import aux_loss_scalers
-from pipegrid.schedules.megatron.call import KnownOptions, StepCall, flat, step_key
-from pipegrid.schedules.megatron.call_hooks import CallHooks
-from pipegrid.schedules.megatron.checks import (
+from pipegrid.schedules.megatron.call import (
     CHECKPOINTS,
-    require_compatible,
+    KnownOptions,
+    StepCall,
+    by_stage,
+    flat,
     require_forward_step,
-    require_in_place,
-    require_sliced,
+    step_key,
 )
-from pipegrid.schedules.megatron.config import PipelineConfig, checked_option, config_of, option, require_options
+from pipegrid.schedules.megatron.call_hooks import CallHooks
+from pipegrid.schedules.megatron.checks import require_compatible, require_in_place, require_sliced
+from pipegrid.schedules.megatron.config import (
+    PipelineConfig,
+    aux_loss_scalers,
+    checked_option,
+    config_of,
+    option,
+    require_options,
+)
 from pipegrid.schedules.megatron.counts import get_tensor_shapes
 from pipegrid.schedules.megatron.kinds import StepKind, models_by_stage
 from pipegrid.schedules.megatron.place import Place, PlanNeeds, sharding_key
@@ -98,28 +106,36 @@ _STEPS: weakref.WeakKeyDictionary[torch.nn.Module, list[PreparedStep]] = weakref
 """By the first model of a call, the latest used first."""
 
 
-def prepared_step(kind: StepKind, call: StepCall) -> PreparedStep:
+def prepared_step(kind: StepKind, call: StepCall) -> tuple[PreparedStep, Any]:
     """The prepared step of an earlier call with an equal key, or a new one; of each model the last used are kept.
 
     Those on other communicators are dropped: a model trains through one at a time.
+
+    Returns:
+        It, and the config of the first model.
+
+    Raises:
+        StepArgumentError: a model has no config; as `PreparedStep`.
     """
-    first = next(iter(flat(call.model)[1]), None)
+    nesting, models = flat(call.model)
+    first = models[0] if models else None
     kept = _STEPS.get(first, []) if isinstance(first, torch.nn.Module) else []
     if kept:
+        config = config_of(first)
         try:
-            key = step_key(kind, call, kept[0].state.options)
+            key = step_key(kind, call, nesting, models, config, kept[0].state.options)
         except TypeError:
-            require_options(config_of(first))
+            require_options(config)
             raise
         for prepared in kept:
             if prepared.key == key:
                 kept.remove(prepared)
                 kept.insert(0, prepared)
-                return prepared
+                return prepared, config
     kept = [prepared for prepared in kept if prepared.key.communicator is call.p2p_communicator][: _KEPT - 1]
     prepared = PreparedStep(kind, call, kept[0].state if kept else ModelState())
-    _STEPS[flat(call.model)[1][0]] = [prepared, *kept]
-    return prepared
+    _STEPS[models[0]] = [prepared, *kept]
+    return prepared, config_of(models[0])
 
 
 def describe_steps(model: Any) -> str:
@@ -149,9 +165,17 @@ class PreparedStep:
         replica: of this rank; None where it is not known.
         actor: the row of the plan that this rank runs.
         policy: of gradients; None in an evaluation.
+        agreement: what neighbours compare of the policy.
+        autocasts: forwards run in an autocast context.
+        hooked: calls have hooks, of the config or of the step function.
+        watches: attached losses are looked for.
+        checkpoints: the config has `CHECKPOINTS`, so ``forward_step_func`` has a third argument.
+        defers: gradients of the embedding are computed after the last backward.
+        attaches: there are scalers of attached losses.
         early: reductions begin in the last backwards.
         by_unit: gradients are added in the order of units.
-        syncs: the config has a ``no_sync_func``.
+        syncs: the config has a ``no_sync_func``; ``syncs_parameters``: a ``param_sync_func``; ``syncs_gradients``: a
+            ``grad_sync_func``.
         scales: the scales of attached losses are set before each backward.
     """
 
@@ -160,14 +184,14 @@ class PreparedStep:
         self.place = kind.place(kind, call)
         models = models_by_stage(kind, self.place, call.model)
         # Checked here already: before a runtime, and before the first message.
-        self.place.by_stage(call.data_iterator, "data_iterator")
+        by_stage(self.place.held, call.data_iterator, "data_iterator")
         config = config_of(next(iter(models.values())))
         require_options(config)
-        self._models = {stage: weakref.ref(model) for stage, model in models.items()}
         routes = self.routes = None if call.routes is None or call.routes.is_identity else call.routes
         rule = Count if routes is None else Index
         num_microbatches = checked(call.num_microbatches, rule, "num_microbatches", StepArgumentError)
-        require_forward_step(call.forward_step_func, checkpoints=checked_option(config, CHECKPOINTS) is not None)
+        self.checkpoints = checked_option(config, CHECKPOINTS) is not None
+        require_forward_step(call.forward_step_func, checkpoints=self.checkpoints)
         require_compatible(kind, call, models, config)
         self.waiting = Waiting(option(config, "deadline"), option(config, "monitor"), of_step=True)
         ties = () if call.forward_only else required_ties(models=[*models.values()], config=config, stages=list(models))
@@ -186,8 +210,15 @@ class PreparedStep:
         number = None if planned is None else 0 if planned.num_replicas == 1 else self.replica
         self.actor = position_of(plan, models, number)
         self.policy = self._policy(call, models, config)
+        self.agreement = "" if self.policy is None else self.policy.agreement
         self.syncs = self.policy is not None and option(config, "no_sync_func") is not None
-        self.scales = self.policy is not None and bool(aux_loss_scalers(config))
+        self.syncs_parameters = option(config, "param_sync_func") is not None
+        self.syncs_gradients = option(config, "grad_sync_func") is not None
+        self.defers = bool(option(config, "defer_embedding_wgrad_compute"))
+        self.attaches = bool(aux_loss_scalers(config))
+        self.watches = self.policy is not None and option(config, "aux_loss_scalers") is not None
+        self.autocasts = bool(option(config, "enable_autocast"))
+        self.scales = self.policy is not None and self.attaches
         self.by_unit = self.policy is not None and checked_option(config, "grad_add") == "by_unit"
         self.early = not self.by_unit and self._starts_early(call, models, config)
         self.last_backwards: Mapping[int, int] = last_backwards(plan, self.actor)
@@ -197,12 +228,13 @@ class PreparedStep:
         self._reduce_tie: Callable[[str], None] = _nothing
         hooks = option(config, "hooks")
         self._hooks = CallHooks.of(hooks)
+        self.hooked = bool(hooks or self.syncs or self.scales or self.early or self.by_unit)
         self.runtime = PipelineRuntime(
             proof,
             self.stages,
             call.p2p_communicator,
             replica=number,
-            hooks=[self._hooks] if hooks or self.syncs or self.scales or self.early or self.by_unit else [],
+            hooks=[self._hooks] if self.hooked else [],
             reducers=self._reducers(),
             deallocate_outputs=bool(option(config, "deallocate_pipeline_outputs")),
             deadline=option(config, "deadline"),
@@ -212,7 +244,8 @@ class PreparedStep:
         )
         if option(config, "pair_func") is not None:
             self.runtime.register(ActionKind.F_B, self._run_pair)
-        self.key = step_key(kind, call, state.options)
+        nesting, flat_models = flat(call.model)
+        self.key = step_key(kind, call, nesting, flat_models, config_of(flat_models[0]), state.options)
 
     def _policy(self, call: StepCall, models: Models, config: Any) -> GradientPolicy | None:
         if call.forward_only:
@@ -271,14 +304,9 @@ class PreparedStep:
             for stage in models
         }
 
-    def models(self) -> dict[int, torch.nn.Module]:
-        """The models of the running call by stage."""
-        return {stage: ref() for stage, ref in self._models.items()}  # type: ignore[misc]  # the caller holds them
-
-    def announced(self, call: StepCall, config: Any) -> AnnouncedShapes | None:
-        """Shapes of messages by the ``adjust_tensor_shapes_fn`` of ``call``."""
-        if call.adjust_tensor_shapes_fn is None:
-            return None
+    def announced(self, call: StepCall, config: Any) -> AnnouncedShapes:
+        """Shapes of messages by the ``adjust_tensor_shapes_fn`` of ``call``, which has one."""
+        assert call.adjust_tensor_shapes_fn is not None
         return announced_shapes(call.adjust_tensor_shapes_fn, get_tensor_shapes(**_sizes(call, self.place, config)))
 
     @contextmanager
@@ -317,6 +345,10 @@ class PreparedStep:
             lasts = gradients.lasts and isinstance(config, PipelineConfig)
             last.prepared, last.gradients = self, gradients if lasts else None
         return gradients
+
+    def counted(self) -> dict[int, torch.Tensor | None]:
+        """The tokens that the losses of each stage have counted."""
+        return {number: stage.num_tokens for number, stage in self.stages.items()}
 
     def begin(self, hooks: Sequence[Hook], reduce_tie: Callable[[str], None] | None = None) -> None:
         """Store the hooks of a call, and its effect of a ``REDUCE`` of a tied parameter, by name."""

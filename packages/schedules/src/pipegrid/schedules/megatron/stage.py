@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -15,13 +15,12 @@ from pipegrid.core.edge import Edge
 from pipegrid.core.errors import StepArgumentError
 from pipegrid.core.graph import ModuleGraph
 from pipegrid.schedules.errors import StageOutputError
-from pipegrid.schedules.megatron.aux_losses import AttachedLosses, AuxLossScaler, grad_scale, one_like
-from pipegrid.schedules.megatron.config import option, unwrapped_attribute
-from pipegrid.schedules.megatron.counts import check_first_val_step
+from pipegrid.schedules.megatron.aux_losses import AttachedLosses, grad_scale, one_like
+from pipegrid.schedules.megatron.call import StepCall
+from pipegrid.schedules.megatron.config import AuxLossScaler, unwrapped_attribute
 from pipegrid.schedules.megatron.forward import (
     WithLoss,
-    autocast_of,
-    numbered_modules,
+    modules_with,
     run_model,
     scaled_loss,
 )
@@ -29,6 +28,9 @@ from pipegrid.schedules.megatron.shapes import AnnouncedShapes, SentShape
 from pipegrid.schedules.megatron.units.batches import UnitBatches
 from pipegrid.schedules.megatron.units.numbers import StageUnits
 from pipegrid.schedules.runtime import Forwarded, Slice, flatten
+
+_NUMBERS = ("current_microbatch", "current_replica", "current_slice")
+"""Attributes that are set on the modules that have them."""
 
 
 @frozen(eq=False)
@@ -51,10 +53,10 @@ class StageCall:
     data_iterator: Any
     model: torch.nn.Module
     config: Any
-    numbered: tuple[torch.nn.Module, ...]
-    homed: tuple[torch.nn.Module, ...]
+    numbered: Sequence[torch.nn.Module]
+    homed: Sequence[torch.nn.Module]
     batches: UnitBatches | None
-    sliced: tuple[torch.nn.Module, ...]
+    sliced: Sequence[torch.nn.Module]
     set_input_tensor: Any
     set_is_first_microbatch: Any
     shapes: AnnouncedShapes | SentShape | None
@@ -121,34 +123,35 @@ class MegatronStage:
 
     def begin(
         self,
-        forward_step_func: Callable[..., Any],
+        call: StepCall,
         data_iterator: Any,
         model: torch.nn.Module,
         config: Any,
-        first_val_step: bool | None,
         announced: AnnouncedShapes | None,
-        scalers: tuple[AuxLossScaler, ...],
+        context: Callable[[], AbstractContextManager[Any]] | None,
+        scalers: tuple[AuxLossScaler, ...] | None,
     ) -> None:
         """Look up, before a step runs, what its forwards need of the model and the config."""
         batches = data_iterator if isinstance(data_iterator, UnitBatches) else None
-        self._require_data(data_iterator, batches)
-        starts = check_first_val_step(first_val_step, self.forward_only, cond=True)
-        modules = modules_in(model)
+        if batches is not None or self.units.routes is not None:
+            self._require_data(data_iterator, batches)
+        starts = not self.forward_only or call.first_val_step is None or call.first_val_step
+        numbered, homed, sliced = modules_with(modules_in(model), *_NUMBERS)
         self.infos, self.num_tokens, self.forwards_left = [], None, len(self.units.order) * self.num_slices
         self.call = StageCall(
-            forward_step_func,
+            call.forward_step_func,
             data_iterator,
             model,
             config,
-            numbered_modules(modules),
-            numbered_modules(modules, "current_replica"),
+            numbered,
+            homed,
             batches,
-            numbered_modules(modules, "current_slice") if self.num_slices > 1 else (),
+            sliced if self.num_slices > 1 else (),
             unwrapped_attribute(model, "set_input_tensor"),
             unwrapped_attribute(model, "set_is_first_microbatch") if starts else None,
             announced or self.expected,
-            autocast_of(config, model),
-            None if self.forward_only or option(config, "aux_loss_scalers") is None else scalers,
+            context,
+            scalers,
         )
 
     def _require_data(self, data_iterator: Any, batches: UnitBatches | None) -> None:
@@ -170,7 +173,8 @@ class MegatronStage:
 
     def end(self) -> None:
         """Drop all references of the call, so that a deleted model is freed at once."""
-        self.resume(None)
+        if self.num_slices > 1:
+            self.resume(None)
         self.call, self.infos, self.num_tokens, self.forwarded = None, [], None, None
 
     def resume(self, part: Slice | None) -> None:

@@ -16,10 +16,10 @@ from pipegrid.gradients.groups import group_of
 from pipegrid.gradients.main_grad import set_aside
 from pipegrid.gradients.reduction import EarlyReduction, StepGradients
 from pipegrid.plans.plan import Plan, Routes
-from pipegrid.schedules.megatron.aux_losses import AuxLossScales, aux_loss_scalers, one_like
-from pipegrid.schedules.megatron.call import LossSums, StepCall
-from pipegrid.schedules.megatron.checks import CHECKPOINTS, require_forward_step
-from pipegrid.schedules.megatron.config import config_of, option
+from pipegrid.schedules.megatron.aux_losses import AuxLossScales, one_like
+from pipegrid.schedules.megatron.call import LossSums, StepCall, by_stage, require_forward_step
+from pipegrid.schedules.megatron.config import aux_loss_scalers, option
+from pipegrid.schedules.megatron.forward import autocast_of
 from pipegrid.schedules.megatron.kinds import StepKind
 from pipegrid.schedules.megatron.no_sync import no_sync_hooks, sync_gradients, sync_parameters
 from pipegrid.schedules.megatron.prepared import PreparedStep, prepared_step
@@ -27,24 +27,26 @@ from pipegrid.schedules.megatron.units.by_unit import UnitGradients, require_add
 from pipegrid.schedules.megatron.units.replica import require_equal_routes
 from pipegrid.schedules.runtime import Hook
 
+_AS_IT_IS: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+
 
 def run_step(kind: StepKind, call: StepCall) -> list[Any]:
     """Run one step; the infos of the losses of this rank's stages. The config is that of the first model."""
-    prepared = prepared_step(kind, call)
-    models = prepared.models()
-    config = config_of(next(iter(models.values())))
-    data_iterators = prepared.place.by_stage(call.data_iterator, "data_iterator")
-    announced, scalers = prepared.announced(call, config), aux_loss_scalers(config)
-    require_forward_step(call.forward_step_func, checkpoints=option(config, CHECKPOINTS) is not None)
+    prepared, config = prepared_step(kind, call)
+    models = by_stage(prepared.place.held, call.model, "model")
+    data_iterators = by_stage(prepared.place.held, call.data_iterator, "data_iterator")
+    announced = None if call.adjust_tensor_shapes_fn is None else prepared.announced(call, config)
+    scalers = () if not prepared.attaches else aux_loss_scalers(config)
+    watched = scalers if prepared.watches else None
+    require_forward_step(call.forward_step_func, checkpoints=prepared.checkpoints)
     with prepared.running(config), contextlib.ExitStack() as outside:
         for stage, model in models.items():
-            prepared.stages[stage].begin(
-                call.forward_step_func, data_iterators[stage], model, config, call.first_val_step, announced, scalers
-            )
+            context = autocast_of(config, model) if prepared.autocasts else None
+            prepared.stages[stage].begin(call, data_iterators[stage], model, config, announced, context, watched)
         if call.sums is not None and call.sums.early:
             _begin_with_last_forward(prepared, call.sums)
         if prepared.policy is None:
-            prepared.begin(option(config, "hooks"))
+            prepared.begin(option(config, "hooks") if prepared.hooked else ())
             prepared.runtime.eval(batch=call.batch)
         else:
             _train(prepared, prepared.gradients(call, models, config), call, outside)
@@ -58,8 +60,10 @@ def _begin_with_last_forward(prepared: PreparedStep, sums: LossSums) -> None:
     """Have ``sums`` begin as soon as this rank has no further forward to run."""
 
     def forwarded() -> None:
-        if not any(stage.forwards_left for stage in prepared.stages.values()):
-            sums.begin(infos_of(prepared))
+        for stage in prepared.stages.values():
+            if stage.forwards_left:
+                return
+        sums.begin(infos_of(prepared))
 
     for stage in prepared.stages.values():
         stage.forwarded = forwarded
@@ -68,7 +72,10 @@ def _begin_with_last_forward(prepared: PreparedStep, sums: LossSums) -> None:
 
 def infos_of(prepared: PreparedStep) -> list[Any]:
     """The infos of the losses of this rank's stages so far, in order of microbatches."""
-    return [info for stage in prepared.stages.values() for _, info in sorted(stage.infos, key=itemgetter(0))]
+    infos: list[Any] = []
+    for stage in prepared.stages.values():
+        infos += map(itemgetter(1), sorted(stage.infos, key=itemgetter(0)))
+    return infos
 
 
 def _train(prepared: PreparedStep, gradients: StepGradients, call: StepCall, outside: contextlib.ExitStack) -> None:
@@ -80,8 +87,9 @@ def _train(prepared: PreparedStep, gradients: StepGradients, call: StepCall, out
     models, config, reduction = gradients.models, gradients.config, gradients.reduction
     if call.force_all_reduce:
         gradients.require_whole()
-    deferred = _deferrals(prepared.plan, gradients) if option(config, "defer_embedding_wgrad_compute") else ()
-    sync_parameters(config, models)
+    deferred = _deferrals(prepared.plan, gradients) if prepared.defers else ()
+    if prepared.syncs_parameters:
+        sync_parameters(config, models)
     units = _unit_gradients(prepared, gradients, call.routes) if prepared.by_unit else None
 
     def reduce_tie(name: str) -> None:
@@ -93,7 +101,7 @@ def _train(prepared: PreparedStep, gradients: StepGradients, call: StepCall, out
         else:
             units.reduce_tie(tie, prepared.waiting)
 
-    prepared.begin(_hooks(prepared, gradients, units, outside), reduce_tie)
+    prepared.begin(_hooks(prepared, gradients, units, outside) if prepared.hooked else (), reduce_tie)
     if reduction is None and prepared.ties:  # a REDUCE sums what this call adds
         copies = [copy for tie in option(config, "tied_parameters") for copy in tie.copies]
         outside.enter_context(fresh_gradients(torch.nn.ParameterList(copies)))
@@ -108,24 +116,19 @@ def _train(prepared: PreparedStep, gradients: StepGradients, call: StepCall, out
         outside.close()
         for compute in deferred:  # which no REDUCE has computed yet
             compute()
-        sync_gradients(prepared.plan, config, models)
+        if prepared.syncs_gradients:
+            sync_gradients(prepared.plan, config, models)
         if units is not None and reduction is not None:
             units.reduce(reduction, prepared.waiting)
-        counted = {number: stage.num_tokens for number, stage in prepared.stages.items()}
         forced = bool(call.force_all_reduce)
         tokens = None
         if call.sums is not None:
             call.sums.begin(infos_of(prepared))
             tokens = partial(_second, call.sums)
-        gradients.finish(counted, tokens, force_all_reduce=forced)
+        gradients.finish(prepared.counted, tokens, force_all_reduce=forced)
 
-    with set_aside(() if reduction is None else reduction.parameters):
-        prepared.runtime.step(
-            start=compare,
-            finish=finish,
-            agree=gradients.policy.agreement,
-            batch=call.batch,
-        )
+    with _AS_IT_IS if reduction is None else set_aside(reduction.parameters):
+        prepared.runtime.step(start=compare, finish=finish, agree=prepared.agreement, batch=call.batch)
 
 
 def _second(sums: LossSums) -> torch.Tensor:

@@ -56,6 +56,8 @@ class StepAgreement:
     _connected: bool = field(default=False, init=False)
     _what: str = field(default="", init=False)
     _batch: str | None = field(default=None, init=False)
+    _said: tuple[str, str, str | None] | None = field(default=None, init=False)
+    _signature: str | None = field(default=None, init=False)
 
     def begin(self, kind: str, agree: str = "", batch: str | None = None) -> None:
         """Tell the neighbours of a step of this ``kind`` ("a step", "an evaluation"); ``agree``: what else is compared.
@@ -66,15 +68,17 @@ class StepAgreement:
             DisagreementError: one of them is known to run something else.
             P2PError: a lane has failed before, or the communicator was closed.
         """
-        self._what = (
-            f"{kind} of {self.plan.num_microbatches} microbatches (plan {self.plan.digest}){agree and f' {agree}'}"
-        )
-        self._batch = batch
+        if self._said != (kind, agree, batch):
+            self._said, self._batch = (kind, agree, batch), batch
+            self._what = (
+                f"{kind} of {self.plan.num_microbatches} microbatches (plan {self.plan.digest}){agree and f' {agree}'}"
+            )
+            self._signature = batch and _digest(f"{self._what} {batch}")
         if not self._connected:
             self._connected = True
             self._connect()
         if self._handshake is not None:
-            self._handshake.begin(self._what, batch and _digest(f"{self._what} {batch}"))
+            self._handshake.begin(self._what, self._signature)
             if others := self._handshake.look(0.0):
                 raise DisagreementError(self._difference(others))
         for queue, handshake in self._of_queues:

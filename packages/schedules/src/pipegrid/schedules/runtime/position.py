@@ -78,6 +78,7 @@ class BoundPosition:
         self._summed: dict[Way, SummedQueue] = {}
         self._runner_of: dict[tuple[int, int], StageRunner] = {}
         self.runners = {number: self._runners(number, stage) for number, stage in stages.items()}
+        self._kept = (*self._queues, *self._lent.values(), *self._summed.values())
 
     def _open_queues(self, deadline: float | None, hooks: Sequence[MessageHook]) -> None:
         self.receives = {
@@ -235,7 +236,7 @@ class BoundPosition:
 
     def begin(self, *, training: bool) -> None:
         """Drop the state of an earlier step."""
-        for queue in (*self._queues, *self._lent.values(), *self._summed.values()):
+        for queue in self._kept:
             queue.begin()
         for runners in self.runners.values():
             for runner in runners:

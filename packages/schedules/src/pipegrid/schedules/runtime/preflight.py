@@ -6,16 +6,13 @@ import inspect
 from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from torch.nn.parallel import DistributedDataParallel
-
 from pipegrid.autograd.fsdp import is_fsdp
 from pipegrid.core.errors import StepArgumentError
 from pipegrid.core.fields import shown
 from pipegrid.core.sharing import LaneSharing
-from pipegrid.gradients.errors import GradientError
 from pipegrid.plans.plan import Action, ActionKind, actions_of, require_plan
 from pipegrid.plans.verify import Proof, dataflow_of, verify
-from pipegrid.schedules.runtime.stages.stage import held_modules, modules_of
+from pipegrid.schedules.runtime.stages.stage import modules_of
 from pipegrid.transport.base import Communicator
 
 if TYPE_CHECKING:
@@ -186,24 +183,6 @@ def _shown(communicator: Communicator) -> str:
 def bare_stages(plan: Plan, position: int, stages: Iterable[int]) -> list[int]:
     """Those of ``stages`` whose backwards do not directly follow their own forwards: see `require_bare`."""
     return [one for one in stages if one not in plan.forward_only and not _one_at_a_time(plan, position, one)]
-
-
-def require_bare(stages: Mapping[int, Any]) -> None:
-    """Raise for a `DistributedDataParallel` in one of ``stages``: a user may wrap a module between two steps.
-
-    It decides in each forward whether the next backward reduces, and knows no halves.
-
-    Raises:
-        GradientError: there is one.
-    """
-    for number, stage in stages.items():
-        if [module for module in held_modules(stage) if isinstance(module, DistributedDataParallel)]:
-            name = next(name for name, each in modules_of(stage) if isinstance(each, DistributedDataParallel))
-            raise GradientError(
-                f"stage {number} has a DistributedDataParallel ({name}), which would reduce the wrong gradients: in "
-                "this plan other forwards come before a backward, or it is split. Give the stage the bare module, and "
-                "call reduce_gradients(...) after the step"
-            )
 
 
 def _one_at_a_time(plan: Plan, position: int, stage: int) -> bool:

@@ -42,7 +42,8 @@ class Cursor:
     Attributes:
         plan: what is run; ``position``: of this rank, or its actor.
         rank: this rank; None in one process.
-        at: the number of the call; -1 before the first.
+        program: of the running step.
+        at: the number of the call; -1 before the first, and that of all calls past the last. The runtime sets both.
     """
 
     plan: Plan
@@ -50,14 +51,6 @@ class Cursor:
     position: int
     program: Program
     at: int = -1
-
-    def begin(self, program: Program) -> None:
-        """Before the first call of ``program``."""
-        self.program, self.at = program, -1
-
-    def end(self) -> None:
-        """Past its last call."""
-        self.at = len(self.program.calls)
 
     @property
     def where(self) -> str:

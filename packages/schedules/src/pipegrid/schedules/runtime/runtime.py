@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -36,12 +37,12 @@ from pipegrid.schedules.runtime.preflight import (
     position_of,
     prove,
     replica_of,
-    require_bare,
     require_runnable,
     require_stages,
 )
 from pipegrid.schedules.runtime.program import Cursor, Program, programs
 from pipegrid.schedules.runtime.stages.hooks import Hook
+from pipegrid.schedules.runtime.stages.stage import require_bare
 from pipegrid.schedules.runtime.step_failures import PipelineError, StepFailures
 from pipegrid.schedules.runtime.warm_up import warm_up_stages
 from pipegrid.transport.base import as_communicator
@@ -61,6 +62,7 @@ _Effect = Annotated[Any, instance(Callable, "a function of an action and of what
 _Scale = Annotated[Any, instance(Callable, "a function from a loss to the scaled loss")]
 
 _COMPILATION = 600.0
+_AS_IT_IS: AbstractContextManager[object] = nullcontext()
 
 
 def _rank_of(communicator: Communicator, monitor: Monitor | None) -> int | None:
@@ -173,6 +175,7 @@ class PipelineRuntime:
         self._recorder = FlightRecorder(None if failure_dir is None else Path(failure_dir), rank, communicator)
         self._cursor = Cursor(self.plan, rank, self.position, self._program)
         self._failures = StepFailures(self._bound, self._cursor, monitor, self._agreement, self._recorder, alone=alone)
+        self._ordered = communicator.batches  # else nothing depends on the order of calls
         self._deadline = deadline
         self._patient = False  # whether messages have the longer deadline of a first step
         self._cold = {True, False}  # which of step() and eval(), by grad mode, have not run yet
@@ -210,7 +213,8 @@ class PipelineRuntime:
         if kind != ActionKind.F_B:
             kind = ActionKind(kind)
         function = checked(function, _Effect, "function", StepArgumentError)
-        self._enter("register()")
+        if not self._one_step.acquire(blocking=False):
+            raise self._inside("register()")
         try:
             effects, paired = dict(self._effects), self._paired
             if kind == ActionKind.F_B:
@@ -316,10 +320,8 @@ class PipelineRuntime:
         if self._monitor is not None:
             self._monitor.check()
 
-    def _enter(self, what: str) -> None:
-        """Take `_one_step`."""
-        if not self._one_step.acquire(blocking=False):
-            raise PipelineError(f"{what} inside a step, at {self.where}: a runtime runs one step at a time")
+    def _inside(self, what: str) -> PipelineError:
+        return PipelineError(f"{what} inside a step, at {self.where}: a runtime runs one step at a time")
 
     def _run(
         self,
@@ -330,7 +332,8 @@ class PipelineRuntime:
         agree: str = "",
         batch: str | None = None,
     ) -> None:
-        self._enter("step() or eval()")
+        if not self._one_step.acquire(blocking=False):
+            raise self._inside("step() or eval()")
         try:
             program = self._program if grad else self._forwards
             for sharded in self._bound.sharded.values():
@@ -341,16 +344,11 @@ class PipelineRuntime:
                 if start is not None:  # first: a neighbour's difference could end one replica, and leave another in it
                     start()
                 self._agreement.begin("a step" if grad else "an evaluation", agree, batch)
-                deadline = self._bound.deadline or self._communicator.deadline
-                with (
-                    torch.set_grad_enabled(grad),
-                    self._communicator.in_order(),
-                    self._communicator.patient(deadline),
-                ):
+                with torch.set_grad_enabled(grad), self._order_of_transfers():
                     self._bound.start(training=grad)
                     for cursor.at, call in enumerate(program.calls):
                         call()
-                    cursor.end()
+                    cursor.at = len(program.calls)
                     self._bound.settle()
                     self._agreement.end()
                     for sharded in self._bound.sharded.values():
@@ -367,13 +365,24 @@ class PipelineRuntime:
         finally:
             self._one_step.release()
 
+    def _order_of_transfers(self) -> AbstractContextManager[object]:
+        """What a step asks of the communicator: nothing, where messages go one by one within its own deadline."""
+        deadline, own = self._bound.deadline, self._communicator.deadline
+        if not self._ordered and (deadline is None or deadline <= own):
+            return _AS_IT_IS
+        order = ExitStack()
+        order.enter_context(self._communicator.in_order())
+        order.enter_context(self._communicator.patient(deadline or own))
+        return order
+
     def _start(self, program: Program, *, grad: bool) -> None:
-        self._failures.require_none()
+        if self._failures.first is not None:
+            self._failures.require_none()
         self._bound.begin(training=grad)
         if grad in self._cold or self._patient:
             self._allow_compilation(first=grad in self._cold)
             self._cold.discard(grad)
-        self._cursor.begin(program)
+        self._cursor.program, self._cursor.at = program, -1
         if self._monitor is not None:
             try:
                 self._monitor.begin(self.plan, where=lambda: self.where, abort=self._failures.abort)

@@ -25,9 +25,13 @@ CALLS = ("step", "evaluate", "clip")
 _LOOK_SECONDS = 0.2
 
 
+_MARKS = {call: [float(call == each) for each in CALLS] for call in CALLS}
+_NOTHING = [0.0] * len(NAMES)
+
+
 def beginning(call: str, counts: Sequence[float] = (), *, ready: bool = False) -> list[float]:
     """The row of a call to be added up over the job: ``counts`` by rule, the marks of the call, ``ready``."""
-    return [*(counts or [0.0] * len(NAMES)), *(float(call == each) for each in CALLS), float(ready)]
+    return [*(counts or _NOTHING), *_MARKS[call], float(ready)]
 
 
 def require_one_call(call: str, sums: Sequence[float]) -> None:
@@ -49,9 +53,11 @@ def require_one_call(call: str, sums: Sequence[float]) -> None:
         )
 
 
-def _sums(microbatches: Sequence[Microbatch]) -> list[float]:
-    own = [each.counts for each in microbatches]
-    return [float(sum(each)) for each in zip(*own, strict=True)] if own else [0.0] * len(NAMES)
+def sums_of(microbatches: Sequence[Microbatch]) -> list[float]:
+    """What ``microbatches`` count together, by rule."""
+    if not microbatches:
+        return _NOTHING
+    return [float(sum(each)) for each in zip(*[each.counts for each in microbatches], strict=True)]
 
 
 @define(eq=False)
@@ -72,15 +78,15 @@ class CallMeeting:
     def start(
         cls,
         call: str,
-        microbatches: Sequence[Microbatch],
+        counts: Sequence[float],
         device: torch.device,
         group: dist.ProcessGroup | None,
         waiting: Waiting,
         *,
         ready: bool = False,
     ) -> CallMeeting:
-        """Start to add the counts of ``microbatches``, those whose loss this rank has, to those of the others."""
-        sums = torch.tensor(beginning(call, _sums(microbatches), ready=ready), dtype=torch.float64, device=device)
+        """Start to add the ``counts`` of the microbatches whose loss this rank has (`sums_of`) to those of others."""
+        sums = torch.tensor(beginning(call, counts, ready=ready), dtype=torch.float64, device=device)
         return cls(call, sums, reduce_few(sums, group), waiting)
 
     def wait(self) -> None:
@@ -120,7 +126,9 @@ class StepCounts:
     _totals: Tensor | None  # by rule, float64; None where they are those of the meeting
     _meeting: CallMeeting | None = None
     _numbers: list[float] | None = field(default=None, init=False)
-    of_means: dict[tuple[int, float], tuple[Tensor, Tensor]] = field(factory=dict, init=False)
+    of_means: dict[tuple[int, float, torch.dtype], tuple[Tensor, Tensor, Tensor, Tensor]] = field(
+        factory=dict, init=False
+    )
     """What `of_mean` has returned: most microbatches of a step count the same."""
 
     @classmethod
@@ -129,10 +137,9 @@ class StepCounts:
         return cls(None, meeting)
 
     @classmethod
-    def known(cls, microbatches: Sequence[Microbatch], number: int, device: torch.device) -> StepCounts:
-        """The counts of a job whose ``number`` microbatches are all ``microbatches`` of the ranks with the loss."""
-        *sums, _ = _sums(microbatches)
-        return cls(torch.tensor([*sums, float(number)], dtype=torch.float64, device=device))
+    def known(cls, counts: Sequence[float], number: int, device: torch.device) -> StepCounts:
+        """The counts of a job whose ``number`` microbatches count ``counts`` on the ranks with the loss (`sums_of`)."""
+        return cls(torch.tensor([*counts[:-1], float(number)], dtype=torch.float64, device=device))
 
     @property
     def totals(self) -> Tensor:
@@ -148,10 +155,17 @@ class StepCounts:
         total = self.totals[rule]
         return torch.where(total > 0, self.totals[MICROBATCHES] / total.clamp(min=1) * count, 1.0)
 
-    def of_mean(self, rule: int, count: float) -> tuple[Tensor, Tensor]:
-        """The weight of a mean over ``count``, and what follows its loss in a row of sums: it and three zeros."""
+    def of_mean(self, rule: int, count: float, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What a mean over ``count`` is multiplied by, of losses in ``dtype``.
+
+        Returns:
+            The weight, as a scalar; in ``dtype``; with an axis of one; and what follows the loss in a row of sums: the
+            weight and three zeros.
+        """
         weight = self.weight(rule, count)
-        self.of_means[rule, count] = found = weight, torch.stack([weight, *[torch.zeros_like(weight)] * 3])
+        rest = weight.new_zeros(4)
+        rest[0] = weight
+        self.of_means[rule, count, dtype] = found = weight, weight.to(dtype), rest[:1], rest
         return found
 
     def numbers(self) -> list[float]:

@@ -74,10 +74,12 @@ def require_mean(sums: Sequence[float], microbatches: float, *, attached: bool) 
 
 def _mean(loss: Tensor, count: float, rule: int, counts: StepCounts) -> Weighed:
     """A mean over ``count``, of what ``rule`` counts."""
-    weight, rest = counts.of_means.get((rule, count)) or counts.of_mean(rule, count)
-    weighed = loss * (weight if loss.dtype is weight.dtype else weight.to(loss.dtype))
-    told = torch.cat([(loss.detach().double() * weight).reshape(1), rest])
-    return weighed, weight, told
+    known = counts.of_means.get((rule, count, loss.dtype)) or counts.of_mean(rule, count, loss.dtype)
+    weight, factor, in_a_row, rest = known
+    value = loss.detach()
+    if value.dim():
+        value = value.reshape(())
+    return loss * factor, weight, torch.cat([value * in_a_row, rest])
 
 
 def _nothing(output: Any, rule: int, counts: StepCounts) -> Weighed:

@@ -87,7 +87,8 @@ def microbatches(
         StepArgumentError: no rows, fewer than microbatches, entries without these rows, or rows that do not divide.
     """
     if isinstance(batch, Mapping):
-        return rows.split(batch, _count(rows.number(batch), count, size))
+        number = rows.number(batch)
+        return rows.split(batch, _count(number, count, size), number)
     if isinstance(batch, Sequence) and batch and all(isinstance(each, Mapping) for each in batch):
         return list(batch)
     raise StepArgumentError(f"batch is {shown(batch)}; give a dict of tensors, or a list of one for each microbatch")
@@ -227,7 +228,10 @@ def _count(rows: int, count: int | None, size: int | None) -> int:
                 "(DataLoader(drop_last=True)), or give num_microbatches"
             )
         return rows // size
-    count = rows if count is None else checked(count, Count, "num_microbatches", StepArgumentError)
+    if count is None:
+        return rows
+    if type(count) is not int or count < 1:
+        count = checked(count, Count, "num_microbatches", StepArgumentError)
     if rows < count:
         raise StepArgumentError(f"the batch has {rows} rows for num_microbatches={count}; each has at least one")
     return count

@@ -15,13 +15,14 @@ from torch import Tensor, nn
 
 from pipegrid.bridges import EdgeOptions, ModuleGraph
 from pipegrid.schedules import PipelineConfig, WithLoss
-from pipegrid.schedules.megatron.aux_losses import aux_loss_scalers, grad_scale
+from pipegrid.schedules.megatron.aux_losses import grad_scale
+from pipegrid.schedules.megatron.config import aux_loss_scalers
 from pipegrid.stages import Stage
 from pipegrid.stages.comparison.chain import at_layers
 from pipegrid.stages.generators import States, capture_torch, generators_as_before, restore
 from pipegrid.stages.host_state import HostState
 from pipegrid.stages.torch_compat import TorchDispatchMode, tree_map_only
-from pipegrid.training.pipeline.counts import StepCounts
+from pipegrid.training.pipeline.counts import StepCounts, sums_of
 from pipegrid.training.pipeline.losses import GivenLoss, MicrobatchLoss, OwnLoss
 from pipegrid.training.pipeline.microbatches import Microbatch, Share, microbatch
 from pipegrid.training.pipeline.modules import PipelineModule
@@ -314,7 +315,7 @@ class OneProcess:
                     return mean  # type: ignore[no-any-return]
         # What is not known as one batch, by the weights of its microbatches:
         loss: MicrobatchLoss = OwnLoss() if self.loss is None else GivenLoss(self.loss)
-        counts = StepCounts.known(parts, len(parts), self.device)
+        counts = StepCounts.known(sums_of(parts), len(parts), self.device)
         weighed = [loss(output, part, counts) for output, part in zip(outputs, parts, strict=True)]
         return torch.stack([each for each, _, _ in weighed]).sum() / sum(weight for _, weight, _ in weighed)
 

@@ -40,7 +40,7 @@ from pipegrid.schedules.megatron.call import LastStep, LossSums
 from pipegrid.stages import Stage
 from pipegrid.stages.generators import generators_as_before, seed_by
 from pipegrid.timeline import Track
-from pipegrid.training.pipeline.counts import MICROBATCHES, CallMeeting, StepCounts
+from pipegrid.training.pipeline.counts import MICROBATCHES, CallMeeting, StepCounts, sums_of
 from pipegrid.training.pipeline.exchange import RankExchange
 from pipegrid.training.pipeline.first_step import FirstStep
 from pipegrid.training.pipeline.first_update import FirstUpdate
@@ -99,11 +99,13 @@ class Steps:
     _compared: bool = field(default=False, init=False)
     _last: LastStep = field(factory=LastStep, init=False)
     _step: Callable[..., list[Any]] = field(init=False)
+    _streamed: bool = field(init=False)
     _counts_now: StepCounts | None = field(default=None, init=False)
     """Of the running step; None outside of one, and while tokens are generated."""
 
     def __attrs_post_init__(self) -> None:
         self._step = get_forward_backward_func(schedule=self.schedule)
+        self._streamed = has_streams(self.device)
         self._set_config(self.config)
 
     @property
@@ -124,15 +126,16 @@ class Steps:
                 "share calls; give such routes to a step function, with UnitBatches"
             )
         forms = forms_of(parts)
-        losing = {name for name, _, has_loss in self._roles.values() if has_loss}
-        shared = {
-            name: shared_microbatches(parts, forms, share, self.device, self.rows, counts=name in losing)
-            for name, share in self.shares.items()
-        }
-        read = {name: iter if routes is None else partial(_passing, routes, self.replica, name) for name in shared}
+        read: dict[str, list[Iterator[Microbatch]]] = {}
+        for name, stages in self.stages.items():
+            counts = name in self._losing
+            own = shared_microbatches(parts, forms, self.shares[name], self.device, self.rows, counts=counts)
+            if routes is not None:
+                own = _passing(routes, self.replica, name, own)
+            read[name] = [iter(own) for _ in stages]
         return {
             "forward_step_func": self._forward_step,
-            "data_iterator": {name: [read[name](shared[name]) for _ in stages] for name, stages in self.stages.items()},
+            "data_iterator": read,
             "model": self.stages,
             "num_microbatches": len(parts),
             "p2p_communicator": self.communicator,
@@ -157,10 +160,10 @@ class Steps:
         number = len(parts) if self.is_one_batch and routes is None else None
         call, update = "evaluate" if forward_only else "step", None if forward_only else self._update
         skips = {} if self.connect is None else self._skips(given["data_iterator"])
-        own = self._own(given["data_iterator"])
+        own = sums_of(self._own(given["data_iterator"]))
         meeting = CallMeeting.start(
             call,
-            own if self._is_counted else [],
+            own if self._is_counted else (),
             self.device,
             self.config.job_group,
             Waiting(self.config.deadline, self.config.monitor, f"the counts of {call}()"),
@@ -176,7 +179,7 @@ class Steps:
             meeting.wait()  # a rank that is in another call does not come to the comparison
             self._comparing = first if first.begin(parts, batch) else None
         counts = StepCounts.told(meeting) if number is None else StepCounts.known(own, number, self.device)
-        sums = LossSums(partial(self._add_up, meeting), not has_streams(self.device))
+        sums = LossSums(partial(self._add_up, meeting), not self._streamed)
         self._counts_now = counts
         try:
             self._step(**given, forward_only=forward_only, sums=sums, last=self._last)
@@ -232,18 +235,17 @@ class Steps:
 
     def _own(self, read: Mapping[str, Sequence[Any]]) -> list[Microbatch]:
         """The microbatches whose loss this rank has."""
-        return [
-            each
-            for name, stages in self.stages.items()
-            for stage, microbatches in zip(stages, read[name], strict=True)
-            if self._roles[stage][2]
-            for each in copy.copy(microbatches)
-        ]
+        own: list[Microbatch] = []
+        for name in self._losing:
+            for stage, microbatches in zip(self.stages[name], read[name], strict=True):
+                if self._roles[stage][2]:
+                    own += copy.copy(microbatches)
+        return own
 
     def _add_up(self, meeting: CallMeeting, infos: Sequence[Tensor]) -> Callable[[], Tensor]:
         """Start to add up what the losses tell; what it returns waits for the sums over the job."""
         zeros = torch.zeros(5, dtype=torch.float64, device=self.device)
-        sums = torch.stack([zeros, *infos]).sum(dim=0) if self._is_counted else zeros
+        sums = torch.stack([zeros, *infos]).sum(dim=0) if infos and self._is_counted else zeros
         group, source = self.config.job_group, self.source
         waiting = Waiting(self.config.deadline, self.config.monitor, f"the mean loss of {meeting.call}()", of_step=True)
         wait = reduce_few(sums, group) if source is None else broadcast(sums, group, source)
@@ -261,14 +263,17 @@ class Steps:
         On a device with streams the host reads them a step later, when they are there, and of the first step at once.
         """
         self._unchecked.append((sums, counts, meeting))
-        while len(self._unchecked) > (self._compared and has_streams(self.device)):
+        found: list[float] = []
+        while len(self._unchecked) > (self._compared and self._streamed):
             earlier, counted, met = self._unchecked.pop(0)
-            if has_streams(self.device):
+            if self._streamed:
                 met.require_one_call()
             found, number = earlier.tolist(), counted.numbers()[MICROBATCHES]
             attached = met.call == "step" and are_apart(found, number) and self._attaches()
             require_mean(found, number, attached=attached)
         self._compared = True
+        if not self._streamed:  # these sums are those that were read
+            return sums.new_tensor(found[0] / (found[1] or 1.0))
         return sums[0] / sums[1].where(sums[1] != 0, 1.0)
 
     def _attaches(self) -> bool:
@@ -363,6 +368,11 @@ class Steps:
             for stage in stages
         }
 
+    @cached_property
+    def _losing(self) -> tuple[str, ...]:
+        """The modules whose loss this rank has."""
+        return tuple(dict.fromkeys(name for name, _, has_loss in self._roles.values() if has_loss))
+
     def _set_config(self, config: PipelineConfig) -> None:
         for stage in (stage for held in self.stages.values() for stage in held):
             stage.config = config
@@ -373,7 +383,7 @@ def _called(stage: Any, forward: Callable[[Any, Any], Any] | None, part: Microba
     return stage(**part.inputs) if forward is None else forward(stage, part.inputs)
 
 
-def _passing(routes: Routes, replica: int, module: str, parts: Sequence[Microbatch]) -> Iterator[Microbatch]:
+def _passing(routes: Routes, replica: int, module: str, parts: Sequence[Microbatch]) -> list[Microbatch]:
     """The microbatches of ``replica`` that pass through a module."""
     units = zip(routes.units_of(replica), parts, strict=False)  # how many, the step function compares
-    return iter([part for unit, part in units if not routes.skips_module(unit, module)])
+    return [part for unit, part in units if not routes.skips_module(unit, module)]

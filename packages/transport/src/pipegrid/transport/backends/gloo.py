@@ -69,23 +69,20 @@ def one_loop() -> tuple[str, Loop]:
     return BACKEND, Loop()
 
 
-class GlooTicket:
-    """The works of one message, one for each tensor."""
+class GlooTicket(list[Any]):
+    """The works of one message that were not waited for. A list, since one is made for each message."""
 
-    __slots__ = ("_works",)
-
-    def __init__(self, works: Sequence[Any]) -> None:
-        self._works = works
+    __slots__ = ()
 
     def hold(self, timeout: timedelta) -> None:
         """Wait for the works, each once."""
-        for work in self._works:
+        for work in self:
             work.wait(timeout)
-        self._works = ()  # a second wait would block
+        self.clear()  # a second wait would block
 
     def done(self) -> bool:
         """Whether `hold` has returned."""
-        return not self._works
+        return not self
 
     def order(self) -> None:
         """Return: the host is the stream of a CPU."""

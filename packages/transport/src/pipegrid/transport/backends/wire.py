@@ -24,7 +24,7 @@ _LENGTH_BYTES = 4
 _FIRST_BYTES = _HEADER_BYTES - _LENGTH_BYTES - 1
 _NOTICE_BYTES = 2048
 _NOTICE_SECONDS, _POLL_SECONDS = 0.05, 0.001
-_HEADER, _NOTICE, _STEP, _REST, CONTROL_TAGS = 0, 1, 2, 3, 6  # _REST: added to the kind of a first part
+HEADER, _NOTICE, STEP, _REST, CONTROL_TAGS = 0, 1, 2, 3, 6  # STEP: what a rank runs; _REST: added to a first part's
 _NEVER_SENT = 2**30  # a tag of no message
 FOREVER = timedelta(days=36_500)
 """The bound of a wait that only the other side ends, as every wait of gloo has a bound and closes its pair past it.
@@ -56,24 +56,24 @@ def cut_all_connections(group: Any) -> None:
 
 @define(eq=False)
 class PostedHeader:
-    """The receive of a header, which has any length; ``kind`` of ``wire``, of lane ``index``."""
+    """The receive of the next header of a ``kind`` of lane ``index``, on ``wire``; it has any length."""
 
     wire: Wire
     index: int
-    kind: int
-    _first: bytearray = field(factory=lambda: bytearray(_HEADER_BYTES), init=False)
+    kind: int = HEADER
+    _first: bytearray = field(init=False)
     _work: Work = field(init=False)
 
     def __attrs_post_init__(self) -> None:
+        self._first = bytearray(_HEADER_BYTES)
         self._work = self.wire.receive(self._first, self.index, self.kind)
 
-    def has_come(self) -> bool:
-        """Whether its first part is there. Looks at memory only."""
-        return self._first[-1] != 0
-
-    def text(self) -> bytes:
-        """The part of it that has come."""
-        return bytes(self._first[_LENGTH_BYTES : _LENGTH_BYTES + min(self._length, _FIRST_BYTES)])
+    def look(self) -> bytes | None:
+        """Its first part; None before that has come. Looks at memory only."""
+        if not self._first[-1]:
+            return None
+        length = int.from_bytes(self._first[:_LENGTH_BYTES], "big")
+        return bytes(self._first[_LENGTH_BYTES : _LENGTH_BYTES + min(length, _FIRST_BYTES)])
 
     def take(self, timeout: timedelta) -> bytes:
         """Wait for it.
@@ -82,16 +82,13 @@ class PostedHeader:
             RuntimeError: the connection is gone, or it did not come.
         """
         self._work.wait(timeout)
-        data = self.text()
-        if len(data) < self._length:
-            rest = bytearray(self._length - len(data))
+        length = int.from_bytes(self._first[:_LENGTH_BYTES], "big")
+        data = bytes(self._first[_LENGTH_BYTES : _LENGTH_BYTES + min(length, _FIRST_BYTES)])
+        if len(data) < length:
+            rest = bytearray(length - len(data))
             self.wire.receive(rest, self.index, self.kind + _REST).wait(timeout)
             data += rest
         return data
-
-    @property
-    def _length(self) -> int:
-        return int.from_bytes(self._first[:_LENGTH_BYTES], "big")
 
 
 @define(eq=False)
@@ -111,23 +108,8 @@ class Wire:
 
     # ---- Headers
 
-    def send_header(self, data: bytes, index: int) -> list[Work]:
+    def send_header(self, data: bytes, index: int, kind: int = HEADER) -> list[Work]:
         """Start sending a header of lane ``index``; the works must be kept until it is read."""
-        return self._send_parts(data, index, _HEADER)
-
-    def receive_header(self, index: int) -> PostedHeader:
-        """Post the receive of lane ``index``'s next header."""
-        return PostedHeader(self, index, _HEADER)
-
-    def send_step(self, data: bytes, index: int) -> list[Work]:
-        """`send_header` for the text of a step, which goes beside the headers of messages."""
-        return self._send_parts(data, index, _STEP)
-
-    def receive_step(self, index: int) -> PostedHeader:
-        """Post the receive of what the other side runs next."""
-        return PostedHeader(self, index, _STEP)
-
-    def _send_parts(self, data: bytes, index: int, kind: int) -> list[Work]:
         first = bytearray(len(data).to_bytes(_LENGTH_BYTES, "big") + data[:_FIRST_BYTES])
         first.extend(bytes(_HEADER_BYTES - 1 - len(first)) + b"\1")
         works = [self._send(first, index, kind)]
@@ -138,7 +120,7 @@ class Wire:
     def exchange(self, mine: bytes, index: int, timeout: timedelta) -> bytes:
         """Send ``mine``, of any length, to the other side and return its message."""
         sent = self.send_header(mine, index)
-        theirs = self.receive_header(index).take(timeout)
+        theirs = PostedHeader(self, index).take(timeout)
         for work in sent:
             work.wait(timeout)
         return theirs

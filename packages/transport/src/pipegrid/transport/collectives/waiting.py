@@ -76,21 +76,6 @@ def finish(
         end: when the wait of the host is late, in `time.monotonic` seconds; None leaves it to the group's own timeout.
         given_up: why the user does not wait any longer, None as long as it does; asked between slices of 0.05 s.
     """
-    failed = _finish(work, group, on_device=on_device, host=host, end=end, given_up=given_up)
-    if failed is None:
-        host_collectives.forget(work)
-    return failed
-
-
-def _finish(
-    work: Any,
-    group: ProcessGroup | None,
-    *,
-    on_device: bool,
-    host: bool,
-    end: float | None,
-    given_up: Callable[[], str | None],
-) -> NotDone | None:
     late = False
     try:
         in_streams = on_device or _is_in_streams(group)
@@ -108,7 +93,10 @@ def _finish(
     except RuntimeError as error:
         if (reason := given_up()) is None:  # else its user aborted the group, or cut it, after it had given up
             return NotDone.of(error)
-    return None if reason is None else NotDone("given up", reason)
+    if reason is not None:
+        return NotDone("given up", reason)
+    host_collectives.forget(work)
+    return None
 
 
 def _done_on_host(work: Any, seconds: float) -> bool:
@@ -130,11 +118,13 @@ def _is_in_streams(group: ProcessGroup | None) -> bool:
     import torch
     import torch.distributed as dist
 
-    from pipegrid.topology.torch_compat import backend_of
+    found = dist.group.WORLD if group is None else group
+    name = "gloo" if found is None else found._get_backend(torch.device("cpu")).name()  # noqa: SLF001
+    if name == "gloo":
+        return False
     from pipegrid.transport.backends import kind_of
 
-    found = dist.group.WORLD if group is None else group
-    return found is not None and kind_of(backend_of(found, torch.device("cpu")).name()).in_streams
+    return kind_of(name).in_streams
 
 
 def _ticket(work: Any, group: ProcessGroup | None) -> NcclTicket:

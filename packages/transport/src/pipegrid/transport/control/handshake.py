@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from attrs import define, field
 
+from pipegrid.transport.backends.wire import STEP, PostedHeader
 from pipegrid.transport.config import STEPS_KEPT
 
 if TYPE_CHECKING:
-    from pipegrid.transport.backends.wire import PostedHeader
     from pipegrid.transport.lane.lane import Lane
 
 _UNHEARD = 2  # steps whose messages may not have been read yet: see `PeerHandshake.say`
@@ -41,6 +41,7 @@ class PeerHandshake:
         lanes: all between the two ranks.
         said: what this rank runs in this step.
         heard: what the peer runs in it; None before that is known.
+        alike: whether it is known to go with what this rank runs.
     """
 
     peer: int
@@ -48,19 +49,23 @@ class PeerHandshake:
     lanes: list[Lane] = field(factory=list, init=False)
     said: str = field(default="", init=False)
     heard: str | None = field(default=None, init=False)
+    alike: bool = field(default=False, init=False)
     _known: dict[str, None] = field(factory=dict, init=False)
     _batch: str | None = field(default=None, init=False)  # of this step, while lanes follow it
     _coming: PostedHeader | RuntimeError = field(init=False)  # an error: the peer had ended before
     _sent: deque[Any] = field(factory=lambda: deque(maxlen=_UNHEARD), init=False)
 
+    _learns: bool = field(init=False)  # whether lanes follow the signatures of batches
+
     def __attrs_post_init__(self) -> None:
+        self._learns = self.lane.config.shape_mode == "learned"
         self._expect()
 
     def _expect(self) -> None:
         wire = self.lane.wire
         assert wire is not None  # `Lanes.neighbours` takes such lanes
         try:
-            self._coming = wire.receive_step(self.lane.index)
+            self._coming = PostedHeader(wire, self.lane.index, STEP)
         except RuntimeError as error:  # for `hear`: what the peer sent before its end may still be read
             self._coming = error
 
@@ -72,16 +77,18 @@ class PeerHandshake:
         """
         wire = self.lane.wire
         assert wire is not None
-        self.lane.ending.require_alive()
-        learns = batch is not None and self.lane.config.shape_mode == "learned"
+        if self.lane.ending.error is not None:
+            self.lane.ending.require_alive()
+        learns = batch is not None and self._learns
         self._batch = batch if learns else None
         known = self._batch in self._known
-        self.said, self.heard = what if not learns else f"{what}\n{_KNOWN if known else _NEW}{batch}", None
+        self.said = what if not learns else f"{what}\n{_KNOWN if known else _NEW}{batch}"
+        self.heard, self.alike = None, False
         if learns:
             for lane in self.lanes:
                 lane.begin_step(batch if known else None, learn=not known)
         try:
-            self._sent.append(wire.send_step(self.said.encode(), self.lane.index))
+            self._sent.append(wire.send_header(self.said.encode(), self.lane.index, STEP))
         except RuntimeError as error:
             self._lost(error)
 
@@ -100,7 +107,8 @@ class PeerHandshake:
             except RuntimeError as error:
                 self._lost(error)
             self._expect()
-        return None if self.agrees(heard) else heard
+        self.alike = self.agrees(heard)
+        return None if self.alike else heard
 
     def differs(self) -> bool:
         """Whether the peer has said that it runs another step, and nobody has heard it yet. From any thread."""
@@ -131,9 +139,10 @@ class PeerHandshake:
 
     def look(self) -> str | None:
         """The peer's text, as far as it has come; None before. Looks at memory alone: the lane may have ended."""
-        if self.heard is None and not isinstance(self._coming, RuntimeError) and self._coming.has_come():
-            return self._coming.text().decode(errors="ignore")
-        return self.heard
+        if self.heard is not None or isinstance(self._coming, RuntimeError):
+            return self.heard
+        come = self._coming.look()
+        return None if come is None else come.decode(errors="ignore")
 
     def _lost(self, error: RuntimeError) -> NoReturn:
         self.lane.ending.explain(error, None)
@@ -165,15 +174,23 @@ class Handshake:
 
     def hear(self, seconds: float) -> dict[int, str]:
         """The texts of the neighbours that run something else in this step, by rank; waits for the texts of all."""
-        found = {one.peer: one.hear(seconds) for one in self.peers}
-        return {peer: what for peer, what in found.items() if what is not None}
+        found: dict[int, str] = {}
+        for one in self.peers:
+            if not one.alike and (what := one.hear(seconds)) is not None:
+                found[one.peer] = what
+        return found
 
     def look(self, seconds: float) -> dict[int, str]:
         """The texts of `hear` that come within ``seconds``, up to the first difference. Also if lanes have ended."""
         end = time.monotonic() + seconds
         while True:
-            said = [(one, one.look()) for one in self.peers]
-            found = {one.peer: what for one, what in said if what is not None and not one.agrees(what)}
-            if found or time.monotonic() >= end or all(what is not None for _, what in said):
+            found: dict[int, str] = {}
+            silent = False
+            for one in self.peers:
+                what = one.look()
+                silent = silent or what is None
+                if what is not None and not one.agrees(what):
+                    found[one.peer] = what
+            if found or not silent or time.monotonic() >= end:
                 return found
             time.sleep(_POLL_SECONDS)

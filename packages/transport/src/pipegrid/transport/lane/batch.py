@@ -63,6 +63,7 @@ class Submitter:
         in_order: start transfers in the order of calls, even where that means to wait for a receive's header.
         patience: seconds that a transfer has for which no caller says how many, where it is more than the deadline.
         shares: whether some of the lanes share a communicator.
+        strict: each batch is waited for.
 
     Args:
         config: of the lanes.
@@ -76,12 +77,12 @@ class Submitter:
         self.patience = 0.0
         self.pending: dict[int, list[Transfer]] = {}
         self.calls: dict[int, list[Callable[[], None]]] = {}
-        self.shares, self._strict = shares, config.strict
+        self.shares, self.strict = shares, config.strict
 
     @property
     def batches(self) -> bool:
         """Whether the transfers of a batch always start together: in strict mode and on shared communicators."""
-        return self._strict or self.shares
+        return self.strict or self.shares
 
     def when_started(self, call: Callable[[], None]) -> None:
         """Call ``call`` when what this thread has submitted is started: now, or after the batch that it is in.
@@ -162,7 +163,7 @@ class Submitter:
             self.wake.set()
         if errors:
             raise errors[0]
-        if self._strict:
+        if self.strict:
             for transfer in sorted(admitted, key=attrgetter("sending")):
                 transfer.synchronize()
 

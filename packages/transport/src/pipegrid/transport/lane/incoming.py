@@ -107,7 +107,7 @@ class Incoming:
             return
         most = 1 if self._landings is None else HEADERS_AHEAD
         while len(self._posted) < min(most, len(self.deferred) - self.contract.outstanding):
-            header, index = self._wire.receive_header(self._end.index), self._end.index
+            header, index = PostedHeader(self._wire, self._end.index), self._end.index
             beside = None if self._landings is None else self._landings.post(self._mover, index, self._tally)
             self._posted.append((header, beside))
 
@@ -211,16 +211,13 @@ class Incoming:
                 buffers.keep()
         return buffers
 
-    def begin_step(self, step: StepShapes | None, lane: TransferLane, *, learn: bool) -> None:
-        """See `ShapeContract.begin_step`; the plain message of a step and its buffers are found once."""
-        self.contract.begin_step(step, learn=learn)
-        self.plain = None if step is None else step.plain
-        if step is not None and self.plain is None and self._one_by_one:
-            message = plain_message(self.contract.standing, self.dtype, self._device)
-            if message is not None:
-                buffers = self._buffers_of(ReceiveTransfer(lane), message.signature)
-                buffers.keep()
-                step.plain = self.plain = message, buffers
+    def find_plain(self, step: StepShapes, lane: TransferLane) -> None:
+        """Find the plain message of a step that has begun, and its buffers, once."""
+        message = plain_message(self.contract.standing, self.dtype, self._device) if self._one_by_one else None
+        if message is not None:
+            buffers = self._buffers_of(ReceiveTransfer(lane), message.signature)
+            buffers.keep()
+            step.plain = self.plain = message, buffers
 
     def renew(self) -> None:
         """Forget the agreed shapes."""

@@ -13,14 +13,16 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Callable, Sequence
 from threading import get_ident
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from pipegrid.core.spec import LaneStats
-from pipegrid.transport.backends import Operation
+from pipegrid.transport.backends import Operation, Ticket
 from pipegrid.transport.config import STEPS_KEPT
 from pipegrid.transport.errors import P2PError, P2PMismatchError, P2PUsageError, text_of
 from pipegrid.transport.lane.batch import Submitter
@@ -42,6 +44,7 @@ from pipegrid.transport.waits.wait_lock import BackgroundThread
 
 _ACTIVE = State.ACTIVE  # members of an Enum are looked up slowly
 _NUMBERS = 2**16
+_Start = Callable[[Sequence[Tensor]], Ticket]
 
 
 class Lane:
@@ -78,6 +81,7 @@ class Lane:
         self._submit, self.index = submit, end.index
         self._needs_shapes = end.config.shape_mode == "given"
         self._epoch = 0  # of renewals, or the number of a batch signature
+        self._bound: dict[int, tuple[_Start, _Start]] = {}  # by epoch what starts a send, and a receive
         self._steps: dict[str, StepShapes] = {}
         self._learned = 0
         self._early: deque[ReceiveTransfer] | None = None  # posted as a step began whose messages are known
@@ -90,10 +94,12 @@ class Lane:
             self._nothing = torch.empty(1, dtype=torch.uint8, device=end.device)
 
     def _bind(self) -> None:
-        if self.rank == self.spec.source:
-            self._start_send = self.mover.starter(True, self.index, self._epoch)
-        if self.rank == self.spec.destination:
-            self._start_receive = self.mover.starter(False, self.index, self._epoch)
+        """Start transfers of this epoch from now on."""
+        bound = self._bound.get(self._epoch)
+        if bound is None:
+            send, receive = [self.mover.starter(sending, self.index, self._epoch) for sending in (True, False)]
+            bound = self._bound[self._epoch] = send, receive
+        self._start_send, self._start_receive = bound
 
     @property
     def error(self) -> P2PError | None:
@@ -115,27 +121,33 @@ class Lane:
 
     @property
     def _most_ahead(self) -> int:
-        return 0 if self.mover.streams or self._submit.batches else self.config.receives_ahead
+        one_by_one = not (self.mover.streams or self._submit.strict or self._submit.shares)
+        return self.config.receives_ahead if one_by_one else 0
 
     @property
     def stats(self) -> LaneStats:
         """The counts of this end so far."""
-        tally, (alone, nbytes) = self.tally, self._started_alone()
+        tally = self.tally
+        with self._submit.lock:
+            self._count_alone()
         return LaneStats(
             messages=self.sent + self.received - len(self.incoming.deferred),
-            transfers=tally.transfers + alone,
-            bytes=tally.bytes + nbytes,
+            transfers=tally.transfers,
+            bytes=tally.bytes,
             headers=tally.headers,
             host_syncs=tally.host_syncs,
             allocations=tally.allocations,
             live=self.received - tally.released,
         )
 
-    def _started_alone(self) -> tuple[int, int]:
-        """How many messages of one tensor went to the mover by themselves since the last `renew`, and their bytes."""
+    def _count_alone(self) -> None:
+        """Count the messages of one tensor that went to the mover by themselves, all alike since the last time."""
         count = self.sent + self.received - self._counted
         plain = self.outgoing.plain or (self.incoming.plain and self.incoming.plain[0])
-        return count, 0 if plain is None else count * plain.nbytes
+        if count and plain is not None:
+            self._counted += count
+            self.tally.transfers += count
+            self.tally.bytes += count * plain.nbytes
 
     def describe(self) -> dict[str, object]:
         """The lane as plain data, for a record of a failure; under way is what was so when it ended, if it has."""
@@ -247,12 +259,10 @@ class Lane:
                         ticket = self._start_receive(tensors)
             except RuntimeError as error:
                 self.ending.not_started(ReceiveTransfer(self, self.received), error)
-            payload = buffers.payload(tensors)
+            payload = buffers.payload(tensors, prepare=not self._streamed)
             transfer = ReceiveTransfer(self, self.received, ticket, tensors, buffers=buffers, payload=payload)
             if self._streamed:
                 transfer.stream = self._receive_stream or current_stream(self.device)
-            else:
-                buffers.prepare()
             self.received += 1
             self.queue.append(transfer)
         if submit.asleep:
@@ -276,12 +286,10 @@ class Lane:
             P2PUsageError: see `require_renewable`.
         """
         self.require_renewable()
-        alone, nbytes = self._started_alone()
-        self.tally.transfers += alone
-        self.tally.bytes += nbytes
-        self._counted += alone
+        self._count_alone()
         self.outgoing.renew()
         self.incoming.renew()
+        self._bound.clear()
         self._epoch += 1
         self._bind()
 
@@ -301,14 +309,13 @@ class Lane:
             )
         step = None if batch is None else self._steps.get(batch)
         with self._submit.lock:
-            alone, nbytes = self._started_alone()
-            self.tally.transfers += alone
-            self.tally.bytes += nbytes
-            self._counted += alone
-            if self.rank == self.spec.source:
-                self.outgoing.begin_step(step, learn=learn)
-            else:
-                self.incoming.begin_step(step, self, learn=learn)
+            if self.sent + self.received != self._counted:
+                self._count_alone()
+            end: Outgoing | Incoming = self.outgoing if self.rank == self.spec.source else self.incoming
+            end.contract.begin_step(step, learn=learn)
+            end.plain = None if step is None else step.plain
+            if step is not None and step.plain is None:
+                end.find_plain(step, self)
             self._epoch = 0 if step is None else step.number
             self._bind()
         self._early, self._later = None, 0
@@ -324,7 +331,7 @@ class Lane:
             self._learned += 1
             self._steps[batch] = StepShapes(tuple(passed), self._learned % _NUMBERS + 1)
             if len(self._steps) > STEPS_KEPT:
-                del self._steps[next(iter(self._steps))]
+                self._bound.pop(self._steps.pop(next(iter(self._steps))).number, None)
 
     def require_renewable(self) -> None:
         """Raise unless `renew` is possible now.

@@ -10,7 +10,7 @@ import torch
 from pipegrid.transport.errors import P2PUsageError
 from pipegrid.transport.lane.endpoint import Endpoint
 from pipegrid.transport.lane.landing import BESIDE, Landings
-from pipegrid.transport.messages.handle import Transfer
+from pipegrid.transport.messages.handle import Transfer, TransferLane
 from pipegrid.transport.messages.message import ShapeContract, Signature, StepShapes, encode
 from pipegrid.transport.messages.payload import (
     PlainMessage,
@@ -106,11 +106,10 @@ class Outgoing:
         self.contract.renew()
         self.plain = None
 
-    def begin_step(self, step: StepShapes | None, *, learn: bool) -> None:
-        """See `ShapeContract.begin_step`; the plain message of a step is found once."""
-        self.contract.begin_step(step, learn=learn)
-        self.plain = None if step is None else step.plain
-        if step is not None and self.plain is None and self._one_by_one:
+    def find_plain(self, step: StepShapes, lane: TransferLane) -> None:
+        """Find the plain message of a step that has begun, once."""
+        del lane
+        if self._one_by_one:
             step.plain = self.plain = plain_message(self.contract.standing, self.dtype, self._device)
 
     def finish(self) -> None:

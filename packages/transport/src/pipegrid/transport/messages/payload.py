@@ -256,11 +256,6 @@ class ReceiveBuffers:
                 break
         self._free.append((tensors, events))
 
-    def prepare(self) -> None:
-        """Allocate the next small message's buffers now, outside its latency."""
-        if self._prepares and self._spare is None and not self._free:
-            self._spare = self._new()
-
     def keep(self) -> None:
         """Prepare for many messages of the signature."""
         self._templates = [torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype, _ in self._leaves]
@@ -277,8 +272,13 @@ class ReceiveBuffers:
             return list(map(torch.empty_like, self._templates))
         return [torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype, _ in self._leaves]
 
-    def payload(self, tensors: Sequence[Tensor]) -> Any:
-        """The payload over these tensors: those that can have gradients require them, as the sender marked."""
+    def payload(self, tensors: Sequence[Tensor], *, prepare: bool = False) -> Any:
+        """The payload over these tensors: those that can have gradients require them, as the sender marked.
+
+        ``prepare``: also allocate the next small message's buffers now, outside its latency.
+        """
+        if prepare and self._prepares and self._spare is None and not self._free:
+            self._spare = self._new()
         if self._tree == 0:  # most are one plain tensor
             return tensors[0].requires_grad_() if self._leaves[0][2] else tensors[0]
         for tensor, (_, _, requires_grad) in zip(tensors, self._leaves, strict=True):

@@ -53,12 +53,13 @@ class ReceivesAhead:
     Attributes:
         port: of one or several edges.
         early: those that are posted, and whose turn has not come.
+        unposted: how many of the step are not.
     """
 
     port: Port
     early: deque[ReceiveHandle] = field(factory=deque, init=False)
     irecv: Callable[[], ReceiveHandle] = field(init=False)
-    _unposted: int = field(default=0, init=False)
+    unposted: int = field(default=0, init=False)
 
     def __attrs_post_init__(self) -> None:
         self.irecv = self.port.irecv
@@ -66,17 +67,10 @@ class ReceivesAhead:
     def start(self, expected: int) -> None:
         """Post the first ones of a step that ``expected`` so many."""
         first = min(getattr(self.port, "ahead", 0), expected)
-        self._unposted = expected - first
+        self.unposted = expected - first
         self.early.clear()
-        self.early.extend(self.irecv() for _ in range(first))
-
-    def post(self) -> ReceiveHandle:
-        """The next one, which is posted; posts another in its place."""
-        handle = self.early.popleft()
-        if self._unposted:
-            self._unposted -= 1
+        for _ in range(first):
             self.early.append(self.irecv())
-        return handle
 
 
 @define(eq=False)
@@ -123,7 +117,13 @@ class RecvQueue:
     def receive(self, piece: int, action: Action) -> None:
         """``RECV_F`` or ``RECV_B``: post the receive, or, if that is posted, the next one."""
         ahead = self.ahead or self.bind()
-        self._posted[piece] = action, ahead.post() if ahead.early else ahead.irecv()
+        if not ahead.early:
+            self._posted[piece] = action, ahead.irecv()
+            return
+        self._posted[piece] = action, ahead.early.popleft()
+        if ahead.unposted:
+            ahead.unposted -= 1
+            ahead.early.append(ahead.irecv())
 
     def expect(self, piece: int, action: Action, handle: ReceiveHandle) -> None:
         """Note a receive that was posted elsewhere (a collective)."""
@@ -231,26 +231,25 @@ class SendQueue:
         outstanding = self._sent
         if self.in_streams:
             while outstanding and outstanding[0][2].is_completed():
-                self._complete_oldest()
+                self._complete(1)
         elif len(outstanding) >= self._room:
-            while len(outstanding) >= _UNDER_WAY:
-                self._complete_oldest()
+            self._complete(len(outstanding) - _UNDER_WAY + 1)
 
     def settle(self) -> None:
         """Wait until every message has left."""
-        while self._sent:
-            self._complete_oldest()
+        self._complete(len(self._sent))
 
-    def _complete_oldest(self) -> None:
-        piece, action, handle = self._sent.popleft()
-        handle.wait(self.deadline)
-        if self.hooks:
+    def _complete(self, count: int) -> None:
+        """Wait for the oldest ``count`` sends."""
+        for _ in range(count):
+            piece, action, handle = self._sent.popleft()
+            handle.wait(self.deadline)
             for hook in self.hooks:
                 hook.completed(action)
-        if piece in self.unread.left:
-            self.unread.end(piece)
-        if self._frees and (pending := self._frees.pop(piece, None)) is not None:
-            pending.sent()
+            if piece in self.unread.left:
+                self.unread.end(piece)
+            if self._frees and (pending := self._frees.pop(piece, None)) is not None:
+                pending.sent()
 
     def take(self, piece: int) -> Payload:
         """The payload of ``piece`` for a collective; once."""

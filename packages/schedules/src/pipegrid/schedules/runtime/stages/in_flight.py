@@ -130,8 +130,10 @@ class ActivationsInFlight:
             payload = payloads[index]
             roots.append((_root(payload),) if isinstance(payload, torch.Tensor) else [*map(_root, flatten(payload))])
         live = self.live[piece] = InFlight(inputs, roots, loss, part)
-        if not self._rooted:
-            self._require_root(live, [payloads[index] for index in answered])
+        if loss is not None:
+            self._rooted, self._was_rooted, self.suspected = True, True, False
+        elif not self._rooted:
+            self._require_root(roots, [payloads[index] for index in answered])
         if self.splits and not self._looked_at:
             self._looked_at = True
             self.require_splittable(input_path_of(live.starts(), differentiable(live.inputs)))
@@ -166,15 +168,16 @@ class ActivationsInFlight:
         """Raise with the module behind an unsplittable graph: after the first forward, or at the I of a later one."""
         require_splittable(path, self.number, getattr(self.stage, "model", None))
 
-    def _require_root(self, live: InFlight, answered: Sequence[Payload]) -> None:
+    def _require_root(self, roots: Sequence[Sequence[Root | None]], answered: Sequence[Payload]) -> None:
         """Raise if no output of a step has a graph, although the stage has parameters to train.
 
         Judged at the last forward: one microbatch alone may well need no gradient (a text without images). So may a
         later step, unless modules with such parameters run in the one behind it.
         """
-        if live.loss is not None or any(root is not None for part in live.roots for root in part):
-            self._rooted, self._was_rooted, self.suspected = True, True, False
-            return
+        for part in roots:
+            if part.count(None) < len(part):
+                self._rooted, self._was_rooted, self.suspected = True, True, False
+                return
         sent = flatten(list(answered))
         self._rootless += any(tensor is not None and tensor.numel() > 0 for tensor in sent)
         if self._rootless < self.num_pieces:

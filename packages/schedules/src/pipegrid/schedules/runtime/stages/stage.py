@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from attrs import frozen
+from torch.nn.parallel import DistributedDataParallel
 
 from pipegrid.autograd.tree import modules_in
 from pipegrid.core.errors import StepArgumentError
+from pipegrid.gradients.errors import GradientError
 from pipegrid.schedules.errors import DataEndedError, StageOutputError
 from pipegrid.schedules.runtime.stages.payloads import describe, tensors_of
 
@@ -143,12 +145,24 @@ def changed_in_place(error: RuntimeError, stage: int, microbatch: int | str) -> 
     )
 
 
-def held_modules(stage: Any) -> list[torch.nn.Module]:
-    """`modules_of` without names, for what looks at them in each step."""
-    held = {"model": getattr(stage, "model", None), **getattr(stage, "__dict__", {})}
-    return [
-        each for value in (stage, *held.values()) if isinstance(value, torch.nn.Module) for each in modules_in(value)
-    ]
+def require_bare(stages: Mapping[int, Any]) -> None:
+    """Raise for a `DistributedDataParallel` in one of ``stages``: a user may wrap a module between two steps.
+
+    It decides in each forward whether the next backward reduces, and knows no halves.
+
+    Raises:
+        GradientError: there is one.
+    """
+    for number, stage in stages.items():
+        for value in (stage, getattr(stage, "model", None), *getattr(stage, "__dict__", {}).values()):
+            for module in modules_in(value) if isinstance(value, torch.nn.Module) else ():
+                if isinstance(module, DistributedDataParallel):
+                    name = next(name for name, each in modules_of(stage) if each is module)
+                    raise GradientError(
+                        f"stage {number} has a DistributedDataParallel ({name}), which would reduce the wrong "
+                        "gradients: in this plan other forwards come before a backward, or it is split. Give the stage "
+                        "the bare module, and call reduce_gradients(...) after the step"
+                    )
 
 
 def modules_of(stage: Any) -> Iterator[tuple[str, torch.nn.Module]]:

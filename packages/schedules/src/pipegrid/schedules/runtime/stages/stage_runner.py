@@ -51,7 +51,8 @@ class StageRunner:
         arriving: the activations of each incoming edge; ``leaving``: of each outgoing one.
         gradients_in: gradients of outgoing edges that carry one back, in the order of ``leaving``; ``gradients_out``:
             of incoming ones, in the order of ``arriving``.
-        unread: what the stages of this position have returned and is not read yet: they may share memory.
+        unread: what the stages of this position have returned and is not read yet: they may share memory, so it is
+            settled before each compute, which may write it.
         trains: whether the stage runs a backward.
         reduced_by_plan: whether the plan reduces the gradients of a sharded stage (``REDUCE_GRAD``).
         declared: edges whose payloads are declared; ``skipped``: outgoing edges of the stage that these pieces skip.
@@ -119,7 +120,9 @@ class StageRunner:
 
     def forward(self, piece: int) -> None:
         """``F``."""
-        self._settle()
+        for unread in self.unread:
+            if unread.fresh:
+                unread.settle()
         inputs: dict[Edge, Payload] = {}
         kept: list[Payload] = []
         for edge, take, differentiated in self.incoming:
@@ -172,16 +175,12 @@ class StageRunner:
             for sends, payload in zip(self.leaving, payloads, strict=True):
                 sends.put(piece, payload, pending, aliased[id(payload)])
 
-    def _settle(self) -> None:
-        """Before the stage runs: it may write what it, or another stage of this position, has returned before."""
+    def _take(self, piece: int) -> InFlight:
+        """The state of a piece whose backward begins, once what it has saved is back."""
+        live = self.flight.take(piece) if self.flight.offloads else self.flight.live.pop(piece)
         for unread in self.unread:
             if unread.fresh:
                 unread.settle()
-
-    def _take(self, piece: int) -> InFlight:
-        """The state of a piece whose backward begins, once what it has saved is back."""
-        live = self.flight.take(piece)
-        self._settle()
         for unread in self._answered:
             if piece in unread.left:
                 unread.end(piece)
@@ -244,7 +243,9 @@ class StageRunner:
 
     def backward_weights(self, piece: int) -> None:
         """``W``."""
-        self._settle()
+        for unread in self.unread:
+            if unread.fresh:
+                unread.settle()
         backward_weights(self.flight.halves.pop(piece))
         for queue in self._lending:
             queue.give_back(piece)

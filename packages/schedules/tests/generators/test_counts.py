@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 from attrs import frozen
 from hypothesis import given
@@ -226,3 +228,11 @@ def test_the_first_validation_step_counts_in_forward_only_runs(cond):
     assert check_first_val_step(True, False, cond) is cond
     assert check_first_val_step(False, True, cond) is False
     assert check_first_val_step(True, True, cond) is cond
+
+
+def test_two_numbers_are_a_place_enough():
+    """Nothing is sent: any object with the numbers of a communicator says where the rank is."""
+    place = SimpleNamespace(total_stages=4, current_stage=1)
+    assert get_pp_rank_microbatches(6, 1, None, p2p_communicator=place) == (6, False, 2, 4)
+    with pytest.raises(StepArgumentError, match="total_stages is None"):
+        get_pp_rank_microbatches(6, 1, None, p2p_communicator=object())

@@ -35,14 +35,23 @@ def get_pp_rank_microbatches(
         microbatch_group_size_per_vp_stage: N; None is P.
         forward_only: everything is warmup.
         overlap_moe_expert_parallel_comm: one more microbatch in flight.
-        p2p_communicator: its job has this rank's stage (and for a graph of modules ``distance_to_sink``). None: no
-            pipeline.
+        p2p_communicator: its job has this rank's stage (and for a graph of modules ``distance_to_sink``); or an object
+            with ``total_stages`` and ``current_stage``. None: no pipeline.
 
     Returns:
         ``(total, all_in_warmup, warmup, remaining)``, with warmup capped at total.
     """
     total = num_microbatches * num_model_chunks
-    job = JobTopology(total_stages=1) if p2p_communicator is None else require_job(p2p_communicator)
+    if p2p_communicator is None:
+        job = JobTopology(total_stages=1)
+    elif isinstance(p2p_communicator, Communicator):
+        job = require_job(p2p_communicator)
+    else:  # nothing is sent: the two numbers are enough
+        given = (getattr(p2p_communicator, name, None) for name in ("total_stages", "current_stage"))
+        job = JobTopology(
+            checked(next(given), Count, "total_stages", StepArgumentError),
+            checked(next(given), Index, "current_stage", StepArgumentError),
+        )
     stages = job.total_stages
     if forward_only:
         warmup = total

@@ -43,6 +43,9 @@ def needs_ranks(code):
 PAGES = [
     SCHEDULES,
     CONCEPTS / "search.md",
+    CONCEPTS / "encoders.md",
+    CONCEPTS / "routes.md",
+    CONCEPTS / "offload.md",
     CONCEPTS / "survive.md",
     CONCEPTS / "timelines.md",
     ROOT / "docs" / "tutorial.md",
@@ -72,8 +75,8 @@ def test_code_on_one_process_prints_what_the_page_says(page, number):
 
 def test_every_block_is_run_somewhere_here():
     """The training loop that survives deaths runs in test_survive."""
-    assert [len(python(page)) for page in PAGES] == [10, 1, 3, 1, 2]
-    assert len(ALONE) == 12
+    assert [len(python(page)) for page in PAGES] == [10, 1, 1, 1, 1, 3, 1, 2]
+    assert len(ALONE) == 15
     assert (len(python(RUNNING)), len(python(GRADIENTS))) == (1, 2)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,8 @@ from typing import Any
 
 import pytest
 
-BENCH = Path(__file__).parents[1] / "bench" / "trace_step.py"
+ROOT = Path(__file__).parents[2]
+BENCH = ROOT / "tools" / "bench" / "trace_step.py"
 FEW, MANY = 4, 8
 
 
@@ -24,7 +26,7 @@ def found() -> Any:
 
 @pytest.mark.parametrize(
     ("side", "files", "functions", "fewest", "most"),
-    [("step function", 42, 155, 330, 500), ("Pipeline", 72, 278, 595, 825)],
+    [("step function", 26, 104, 222, 355), ("Pipeline", 50, 206, 425, 635)],
 )
 def test_a_later_step_enters_no_more_than_this(
     found: Any, side: str, files: int, functions: int, fewest: int, most: int
@@ -45,3 +47,14 @@ def test_nothing_is_derived_again(found: Any) -> None:
         assert not [
             name for name in entered if name.endswith((": GradientReduction.of", ": options_of", ": Rows._axis"))
         ]
+
+
+def test_the_walk_of_the_architecture_names_the_files_of_a_later_step(found: Any) -> None:
+    page = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
+    walk = page.split("## One microbatch")[1].split("\n## ")[0]
+    named = re.findall(r"\]\(packages/\w+/src/pipegrid/([^)]+)\)", walk)
+    few, many = (
+        {name.partition(": ")[0] for name in found["step function"][str(count)]["later"]["list"]}
+        for count in (FEW, MANY)
+    )
+    assert sorted(named) == sorted(few & many)  # a wait may enter one more by chance

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from pipegrid.monitor.collectives import REDUCTION, Waiting
 from pipegrid.topology.torch_compat import backend_of
-from pipegrid.transport.collectives.starting import start
+from pipegrid.transport.collectives.starting import start, start_few
 from pipegrid.transport.collectives.waiting import device_collectives
 from pipegrid.transport.streams import has_streams
 
@@ -33,6 +33,9 @@ def all_reduce(
 def broadcast(tensor: torch.Tensor, group: dist.ProcessGroup | None, source: int) -> Callable[[Waiting], None]:
     """Start a broadcast from rank ``source`` of the world, which waits for no other rank; called, the result waits."""
     group = group or dist.group.WORLD
+    if group is not None and not has_streams(tensor.device) and backend_of(group, tensor.device).name() == "gloo":
+        few = start_few("broadcast", group, tensor, dist.get_group_rank(group, source))
+        return lambda waiting: waiting.wait(few, tensor, group)
     work = start(dist.broadcast, tensor, source, group=group) if dist.is_initialized() else None
     if work is not None and has_streams(tensor.device):
         device_collectives.add(REDUCTION, work, group)
@@ -52,7 +55,7 @@ def reduce_few(
         return all_reduce(numbers, group, op)
     own = numbers.reshape(1, -1).expand(group.size(), -1).contiguous()
     every = torch.empty_like(own)
-    work = start(dist.all_to_all_single, every, own, group=group)
+    work = start_few("alltoall_base", group, every, own, [], [])
     combine = torch.maximum if op == dist.ReduceOp.MAX else torch.add
 
     def wait(waiting: Waiting) -> None:

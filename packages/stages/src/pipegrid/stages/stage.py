@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -235,15 +235,16 @@ class Stage(nn.Module):
             received, *carried = received
             given = zip(self._carry, carried, strict=True)
             kwargs |= {name: value for name, value in given if value is not None}
-        compare = self._comparison(args, kwargs) if received is None else None
-        if compare is not None and getattr(self.config, "check", None):
-            compare()
-            self._check = compare = None
+        comparison = partial(self._comparison, args, kwargs) if received is None else None
+        if comparison is not None and self._check is not None and getattr(self.config, "check", None):
+            if (compare := comparison()) is not None:
+                compare()
+            self._check = None
         # Of generated tokens the first pass, over the prompts: further ones do the same with the cache.
         further = self.kv_caches is not None and self.kv_caches[self.current_microbatch].mask is not None
         if self.proofs is not None and self.assignment.num_stages > 1 and not further:
             hidden = None if received is None or not self._flow.embeds else self._stand_in(received, kwargs)
-            self._run.needs = self.proofs.require(self, args, kwargs, hidden, compare)
+            self._run.needs = self.proofs.require(self, args, kwargs, hidden, comparison)
         needs = self._run.needs
         of_modules = not isinstance(received, torch.Tensor) and isinstance(received, Mapping)
         if of_modules and needs.dicts is not None and self.number not in needs.dicts:
@@ -313,11 +314,14 @@ class Stage(nn.Module):
 
         Lanes send what they are given, and only memory in order: views (a transpose, a bias of heads) are copied here.
         """
-        if self.is_last and self._output is not None:
+        if self._output is not None and self.is_last:
             result = self._output(result)
         elif self._carry:
             result = (result, *carried)
-        result = tree_map_only(torch.Tensor, torch.Tensor.contiguous, result)
+        if isinstance(result, torch.Tensor):  # most are, and have nothing to walk
+            result = result.contiguous()
+        else:
+            result = tree_map_only(torch.Tensor, torch.Tensor.contiguous, result)
         return result if self.module is None else {self.module: result}
 
     def _with_cache(self, received: Any, kwargs: dict[str, Any]) -> dict[str, Any]:

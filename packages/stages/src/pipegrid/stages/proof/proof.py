@@ -331,7 +331,7 @@ class Proofs:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
         hidden: Tensor | None,
-        compare: Callable[[], None] | None = None,
+        comparison: Callable[[], Callable[[], None] | None] | None = None,
     ) -> Needs:
         """Prove a call, unless one like it has been.
 
@@ -342,7 +342,8 @@ class Proofs:
             args: of the call of the whole model.
             kwargs: likewise.
             hidden: of a stage that is called without the ids, what stands for the result of the embedding.
-            compare: compares the loss and gradients of the call with those of the whole model; None: not on this stage.
+            comparison: asked, where a call is not proved, for what compares its loss and gradients with those of the
+                whole model; None: not on this stage.
 
         Raises:
             CutError: more than what stages send crosses a boundary, a stage computes in another way than the model, or
@@ -358,6 +359,7 @@ class Proofs:
         else:
             proof.require()
             if len(self._found) > known:
+                compare = None if comparison is None else comparison()
                 size = sum(one.numel() for one in self.outline.model.parameters())
                 compared = compare is not None and size <= COMPARED
                 by_itself = f"{size:,} parameters; without being asked at most {COMPARED:,}"

@@ -95,11 +95,8 @@ class Lane:
 
     def _bind(self) -> None:
         """Start transfers of this epoch from now on."""
-        bound = self._bound.get(self._epoch)
-        if bound is None:
-            send, receive = [self.mover.starter(sending, self.index, self._epoch) for sending in (True, False)]
-            bound = self._bound[self._epoch] = send, receive
-        self._start_send, self._start_receive = bound
+        send, receive = [self.mover.starter(sending, self.index, self._epoch) for sending in (True, False)]
+        self._start_send, self._start_receive = self._bound[self._epoch] = send, receive
 
     @property
     def error(self) -> P2PError | None:
@@ -317,7 +314,11 @@ class Lane:
             if step is not None and step.plain is None:
                 end.find_plain(step, self)
             self._epoch = 0 if step is None else step.number
-            self._bind()
+            bound = self._bound.get(self._epoch)
+            if bound is None:
+                self._bind()
+            else:
+                self._start_send, self._start_receive = bound
         self._early, self._later = None, 0
         if step is not None and step.plain is not None and self._most_ahead and self.rank != self.spec.source:
             count = min(self._most_ahead, len(step.messages))

@@ -47,10 +47,19 @@ def get_pp_rank_microbatches(
     elif isinstance(p2p_communicator, Communicator):
         job = require_job(p2p_communicator)
     else:  # nothing is sent: the two numbers are enough
-        given = (getattr(p2p_communicator, name, None) for name in ("total_stages", "current_stage"))
         job = JobTopology(
-            checked(next(given), Count, "total_stages", StepArgumentError),
-            checked(next(given), Index, "current_stage", StepArgumentError),
+            checked(
+                getattr(p2p_communicator, "total_stages", None),
+                Count,
+                "p2p_communicator.total_stages",
+                StepArgumentError,
+            ),
+            checked(
+                getattr(p2p_communicator, "current_stage", None),
+                Index,
+                "p2p_communicator.current_stage",
+                StepArgumentError,
+            ),
         )
     stages = job.total_stages
     if forward_only:

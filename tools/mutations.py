@@ -205,7 +205,7 @@ MUTATIONS = (
         "if self._batch not in self._known and self.heard == self.said:",
         "if self._batch not in self._known:",
         "shapes of a step are known of a batch that the other end did not have",
-        "test_transport_neighbours.py",
+        "test_transport_learned.py",
     ),
     # ---- reshard and bridges
     Mutation(

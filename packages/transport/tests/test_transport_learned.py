@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pipegrid.transport import P2PCommunicator, P2PConfig, P2PError, P2PMismatchError, P2PUsageError
+from pipegrid.transport import Edge, P2PCommunicator, P2PConfig, P2PError, P2PMismatchError, P2PUsageError
 
 
 def opened(**settings):
@@ -47,6 +47,19 @@ def test_the_first_receives_are_posted_as_the_step_begins(ranks, ahead):
                 assert before == (min(ahead, 3) if turn else 0)
                 assert arrived == [0.0, 1.0, 2.0]
                 assert lane.received == 3 * (turn + 1)
+
+
+@pytest.mark.ranks(2)
+def test_a_batch_that_one_rank_alone_had_is_not_known(ranks):
+    """A rank of another module may be given other parts of a batch: no step of both had the first one."""
+    with opened() as communicator:
+        handshake, lane = communicator.neighbours([Edge(0, 1)]), lane_of(communicator)
+        for batch in ("ab"[ranks.rank], "a", "a"):
+            handshake.begin("step", batch)
+            arrived = moved(ranks, lane, 2)
+            assert handshake.hear(20.0) == {}
+            handshake.end()
+            assert arrived == [0.0, 1.0] * ranks.rank
 
 
 @pytest.mark.ranks(2)

@@ -1,8 +1,8 @@
 """Types in the reference, and fields of attrs classes: an extension of griffe, which reads code without importing it.
 
 A record gets the signature of its constructor and a table of its public fields: name, type, what the docstring's
-``Attributes`` say, default. What is no argument, such as a property, stays an attribute. In signatures a private name,
-of a type or a default, is what it stands for.
+``Attributes`` say, default. What is no argument, such as a property, stays an attribute. In signatures a name that no
+package offers, of a type or a default, is what it stands for.
 """
 
 from __future__ import annotations
@@ -19,23 +19,37 @@ def _is_record(cls: griffe.Class) -> bool:
     return any(str(decorator.value).partition("(")[0] in _DECORATORS for decorator in cls.decorators)
 
 
-def _meant(name: griffe.ExprName) -> Any:
-    """What a private name of a type or a constant stands for, where its module says so; else the name."""
+def _found(name: griffe.ExprName) -> griffe.Attribute | None:
+    """The constant of the same package that a name is, if it is one."""
     scope: Any = name.parent
     while scope is not None and name.name not in scope.members:
         scope = scope.parent
-    meant = scope.members[name.name] if scope is not None else None
-    if isinstance(meant, griffe.Alias):  # imported
-        meant = meant.final_target if meant.resolved else None
-    return name if not isinstance(meant, griffe.Attribute) or meant.value is None else meant.value
+    found = scope.members[name.name] if scope is not None else None
+    if isinstance(found, griffe.Alias):  # imported
+        try:
+            found = found.final_target
+        except (griffe.AliasResolutionError, griffe.CyclicAliasError):
+            return None
+    return found if isinstance(found, griffe.Attribute) and isinstance(found.parent, griffe.Module) else None
+
+
+def _is_offered(found: griffe.Attribute) -> bool:
+    """Whether a package of pipegrid has a constant in its ``__all__``, and so the reference an entry."""
+    scope: Any = found.parent
+    while scope is not None:
+        if found.name in map(str, scope.exports or ()):
+            return True
+        scope = scope.parent
+    return False
 
 
 def _plain(annotation: Any) -> Any:
     """The type without what `Annotated` adds, which is a rule that the error of a wrong value says."""
-    if isinstance(annotation, griffe.ExprName) and annotation.name.startswith("_"):
-        meant = _meant(annotation)
-        named = meant is annotation or not isinstance(meant, griffe.Expr) or isinstance(meant, griffe.ExprCall)
-        return annotation if named else _plain(meant)  # a TypeVar is its name
+    if isinstance(annotation, griffe.ExprName):
+        found = _found(annotation)
+        if found is None or not isinstance(found.value, griffe.ExprSubscript | griffe.ExprBinOp) or _is_offered(found):
+            return annotation
+        return _plain(found.value)
     if isinstance(annotation, griffe.ExprSubscript):
         if annotation.canonical_name == "Annotated":
             inner = annotation.slice
@@ -99,9 +113,14 @@ class AttrsFields(griffe.Extension):
                 member.returns = _plain(member.returns)
                 for parameter in member.parameters:
                     parameter.annotation = _plain(parameter.annotation)
-                    if isinstance(parameter.default, griffe.ExprName) and parameter.default.name.startswith("_"):
-                        meant = str(_meant(parameter.default))
-                        parameter.default = "..." if meant == "object()" else meant  # a mark of what was not given
+                    default = parameter.default
+                    if (
+                        isinstance(default, griffe.ExprName)
+                        and default.name.startswith("_")
+                        and (one := _found(default))
+                    ):
+                        # A mark of what was not given has no meaning of its own.
+                        parameter.default = "..." if str(one.value) == "object()" else str(one.value)
             if isinstance(member, griffe.Module | griffe.Class):
                 self._visit(member)
 

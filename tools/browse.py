@@ -49,7 +49,7 @@ _WRAPPED = """window.browsed = undefined; (async () => ({script}))().then(
 def main() -> int:
     """Open the page, run the scripts one after the other, take the picture."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("page", type=Path)
+    parser.add_argument("page", help="a file; or an address, http://..., as the search of the site needs")
     parser.add_argument("--size", default="1600x1000", help="pixels of the window (default: %(default)s)")
     parser.add_argument("--dark", action="store_true", help="as on a machine whose colours are dark")
     parser.add_argument("--script", action="append", default=[], help="an expression of JavaScript; again for several")
@@ -102,8 +102,11 @@ def main() -> int:
                 return found[0]
             wait(50)
 
-    view.load(QUrl.fromLocalFile(str(given.page.resolve())))
-    loaded = "location.protocol == 'file:' && document.readyState == 'complete'"  # before it there is an empty page
+    served = given.page.startswith("http:")
+    address = QUrl(given.page) if served else QUrl.fromLocalFile(str(Path(given.page).resolve()))
+    view.load(address)
+    # Before it there is an empty page.
+    loaded = f"location.protocol == '{address.scheme()}:' && document.readyState == 'complete'"
     value_of(f"{loaded} && !!({given.ready})")
     for script in [*given.script, *([FRAMES] if given.frames else [])]:
         value_of(_WRAPPED.format(script=script))

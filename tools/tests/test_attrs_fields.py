@@ -26,13 +26,16 @@ class Base:
     @property
     def size(self) -> int:
         return self.first
+
+
+Size: TypeAlias = Annotated[float, abs]
 '''
 DERIVED = '''
 from typing import Annotated, ClassVar
 
 from attrs import define, field
 
-from records_of_test.base import Base
+from records_of_test.base import Base, Size
 
 @define(eq=False)
 class Derived(Base):
@@ -58,12 +61,16 @@ class Plain:
 
 _T = TypeVar("_T")
 _Pair = Annotated[tuple[int, int], abs]
+Offered: TypeAlias = Annotated[int, abs]
+__all__ = ["Offered"]
 _Pairs: TypeAlias = Sequence[_Pair] | None
 _WAIT = timedelta(seconds=60)
 _MARK: Any = object()
 
 
-def function(pairs: _Pairs, first: _T, wait: timedelta = _WAIT, name: str | None = _MARK) -> dict[str, _Pair]:
+def function(
+    pairs: _Pairs, first: _T, size: Size, count: Offered, wait: timedelta = _WAIT, name: str | None = _MARK
+) -> dict[str, _Pair]:
     """Of names that a reader cannot look up."""
 '''
 
@@ -106,11 +113,13 @@ def test_a_class_that_is_no_record_is_left_alone(package):
     assert [one.kind.value for one in package["derived.Plain"].docstring.parsed] == ["text"]
 
 
-def test_a_private_name_in_a_signature_is_what_it_stands_for(package):
+def test_a_name_in_a_signature_that_no_package_offers_is_what_it_stands_for(package):
     function = package["derived.function"]
     assert [(one.name, str(one.annotation), one.default) for one in function.parameters] == [
         ("pairs", "Sequence[tuple[int, int]] | None", None),
         ("first", "_T", None),
+        ("size", "float", None),
+        ("count", "Offered", None),
         ("wait", "timedelta", "timedelta(seconds=60)"),
         ("name", "str | None", "..."),
     ]

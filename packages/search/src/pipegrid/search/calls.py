@@ -125,12 +125,10 @@ class RoutedProblem:
 
 @define(eq=False)
 class Seat:
-    """A stage on actors, by number; ``released``: of its ``size``, by ``I``; ``distance``: stages to the sink.
+    """A stage on actors, by number; ``times``: of ``F``, ``I`` (or ``B``) and ``W``, each with ``overhead`` more.
 
-    ``times``: of ``F``, ``I`` (or ``B``) and ``W`` there, each with ``overhead`` more.
-
-    ``calls``: its calls, ascending. ``queues``: the seats for which its results wait in a bounded queue; ``feeders``:
-    those whose results do here.
+    ``released``: of its ``size``, by ``I``. ``distance``: stages to the sink. ``calls``: its calls, ascending.
+    ``queues``: the seats for which its results wait in a bounded queue; ``feeders``: those whose results do here.
     """
 
     stage: int

@@ -80,6 +80,19 @@ def test_the_list_scheduler_gets_every_microbatch_through_in_its_memory_and_its_
             assert network.timed(better) is not None
 
 
+def test_orders_of_short_frozen_encoders_before_a_long_forward_are_justified_whole():
+    """Backwards in time, a forward is ready before the shorter one that waited in the queue for it has begun."""
+    graph = ModuleGraph({"images": 1, "audio": 1, "language": 3}, {"images": ["language"], "audio": ["language"]})
+    costs = Costs(F=[0.25, 0.25, 1, 0.25, 0.25], I=[0.25, 0.25, 0.25, 0.5, 0.25], W=0.25, activation=1)
+    options = {"graph": graph, "placement": [3, 4, 0, 1, 2], "forward_only": ("images", "audio"), "ahead": 1}
+    (problem,) = problems(costs, None, **options, num_positions=5, num_microbatches=2)
+    network = as_network(problem)
+    for entry in named(problem):
+        orders = network.orders_of(entry.plan)
+        better = justified(network, network.timed(orders).end)
+        assert [sorted(order) for order in better] == [sorted(order) for order in orders], entry.origin
+
+
 @given(shapes())
 @examples(day=20, night=40)
 def test_a_plan_found_verifies_keeps_to_the_peak_of_1f1b_and_is_no_longer(shape):

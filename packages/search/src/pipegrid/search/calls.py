@@ -77,12 +77,16 @@ class RoutedProblem:
         return [places[0] for places in self.placement]
 
     @cached_property
-    def durations(self) -> list[tuple[float, float, float]]:
-        """Per stage, ``F``, ``I`` and ``W`` at speed 1; a whole backward is the second, and the third takes no time."""
-        stages, more = self.graph.num_stages, self.costs.overhead
+    def times(self) -> list[tuple[float, ...]]:
+        """Per stage, ``F``, ``I`` and ``W`` (or ``F`` and ``B``) at speed 1, without the overhead of a compute."""
         names = ("F", "B") if self.whole else ("F", "I", "W")
-        times = zip(*(self.costs.per_stage(name, stages) for name in names), strict=True)
-        return [(f + more, i + more, w[0] + more if w else 0.0) for f, i, *w in times]
+        return list(zip(*(self.costs.per_stage(name, self.graph.num_stages) for name in names), strict=True))
+
+    @cached_property
+    def durations(self) -> list[tuple[float, float, float]]:
+        """``times`` with the overhead; a whole backward is the second, and the third takes no time."""
+        more = self.costs.overhead
+        return [(f + more, i + more, w[0] + more if w else 0.0) for f, i, *w in self.times]
 
     @cached_property
     def released(self) -> list[float]:
@@ -121,15 +125,16 @@ class RoutedProblem:
 
 @define(eq=False)
 class Seat:
-    """A stage on actors, by number; ``released``: of its ``size``, by ``I``; ``distance``: stages to the sink.
+    """A stage on actors, by number; ``times``: of ``F``, ``I`` (or ``B``) and ``W``, each with ``overhead`` more.
 
-    ``calls``: its calls, ascending. ``queues``: the seats for which its results wait in a bounded queue; ``feeders``:
-    those whose results do here.
+    ``released``: of its ``size``, by ``I``. ``distance``: stages to the sink. ``calls``: its calls, ascending.
+    ``queues``: the seats for which its results wait in a bounded queue; ``feeders``: those whose results do here.
     """
 
     stage: int
     actors: tuple[int, ...]
     times: tuple[float, ...]
+    overhead: float
     size: float
     released: float
     trained: bool
@@ -193,10 +198,11 @@ def _calls(problem: RoutedProblem) -> Calls:
 
 
 def _seat(problem: RoutedProblem, stage: int, actors: tuple[int, ...], speed: float) -> Seat:
-    times = tuple([time / speed for time in problem.durations[stage]])
+    times = tuple([time / speed for time in problem.times[stage]])
     size, released = problem.activation[stage], problem.released[stage]
     trained = stage not in problem.forward_only
-    return Seat(stage, actors, times, size, released, trained, problem.graph.distance_to_sink[stage])
+    overhead, distance = problem.costs.overhead / speed, problem.graph.distance_to_sink[stage]
+    return Seat(stage, actors, times, overhead, size, released, trained, distance)
 
 
 def _connect(problem: RoutedProblem, calls: Calls, numbers: list[dict[int, int]]) -> None:

@@ -82,5 +82,6 @@ def _listed(network: Network, priority: Sequence[float], *, backwards: bool) -> 
                 missing[other] -= 1
                 ready_at[other] = max(ready_at[other], free[position] + lag)
                 if not missing[other]:
-                    heapq.heappush(events, (ready_at[other], place[other // count], other))
+                    # With a lag below 0, as of a queue backwards in time, it may have been ready before this one.
+                    heapq.heappush(events, (max(now, ready_at[other]), place[other // count], other))
     return orders, start

@@ -353,7 +353,7 @@ class _ListScheduler:
     def _run(self, what: int, call: int, now: float) -> None:
         calls, number = self.calls, self.seat_of[call]
         seat, age = self.seats[number], calls.age[call]
-        done = now + seat.times[what]
+        done = now + seat.times[what] + seat.overhead
         self.done[what][number] += 1
         for actor in seat.actors:
             memory = self.memory[actor]

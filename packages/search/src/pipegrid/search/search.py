@@ -300,8 +300,9 @@ class _Search:
                         timing = self.network.timed(orders, self.objective)
                         if timing is not None:  # a frozen module may be farther ahead than its queue is long
                             self._start(timing.value, orders, entry.origin)
+                    if source is listed:
+                        self.spent += cost
                 if source is listed:
-                    self.spent += cost
                     listing += cost
                 yield
                 if source is listed and not every and listing >= self.budget / (12 if one_module else 3):

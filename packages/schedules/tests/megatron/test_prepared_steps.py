@@ -219,6 +219,9 @@ def test_a_change_of_the_config_is_followed():
         {"grad_scale_func": lambda loss: 2 * loss},
         {"overlap_grad_reduce": False},
         {"deallocate_pipeline_outputs": True},
+        {"aux_loss_scalers": None},
+        {"param_sync_func": list},
+        {"grad_sync_func": list},
     ):
         before = len(prepared._STEPS.get(model, ()))
         model.config = PipelineConfig(**options)

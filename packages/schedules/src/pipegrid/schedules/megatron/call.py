@@ -252,6 +252,7 @@ _VALUES = (
     "weighted_microbatches",
 )
 _FUNCTIONS = (
+    "aux_loss_scalers",
     "finalize_model_grads_func",
     "grad_scale_func",
     "grad_sync_func",

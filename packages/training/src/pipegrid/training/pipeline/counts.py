@@ -123,9 +123,10 @@ class CallMeeting:
 class StepCounts:
     """The counts of all microbatches of a step, on all replicas."""
 
-    _totals: Tensor | None  # by rule, float64; None where they are those of the meeting
+    _totals: Tensor | None = None  # by rule, float64; None where they are those of the meeting, or not asked for
     _meeting: CallMeeting | None = None
-    _numbers: list[float] | None = field(default=None, init=False)
+    _numbers: list[float] | None = None
+    _device: torch.device | None = None
     of_means: dict[tuple[int, float, torch.dtype], tuple[Tensor, Tensor, Tensor, Tensor]] = field(
         factory=dict, init=False
     )
@@ -134,20 +135,21 @@ class StepCounts:
     @classmethod
     def told(cls, meeting: CallMeeting) -> StepCounts:
         """The counts that the ranks add up in a meeting."""
-        return cls(None, meeting)
+        return cls(meeting=meeting)
 
     @classmethod
     def known(cls, counts: Sequence[float], number: int, device: torch.device) -> StepCounts:
         """The counts of a job whose ``number`` microbatches count ``counts`` on the ranks with the loss (`sums_of`)."""
-        return cls(torch.tensor([*counts[:-1], float(number)], dtype=torch.float64, device=device))
+        return cls(numbers=[*counts[:-1], float(number)], device=device)
 
     @property
     def totals(self) -> Tensor:
         """The counts by rule, float64; raises as `CallMeeting.wait`."""
-        if self._totals is None:
-            assert self._meeting is not None  # one of the two is there
+        if self._totals is None and self._meeting is not None:
             self._meeting.wait()
             self._totals = self._meeting.sums[: len(NAMES)]
+        elif self._totals is None:
+            self._totals = torch.tensor(self._numbers, dtype=torch.float64, device=self._device)
         return self._totals
 
     def weight(self, rule: int, count: Tensor | float) -> Tensor:
@@ -162,9 +164,15 @@ class StepCounts:
             The weight, as a scalar; in ``dtype``; with an axis of one; and what follows the loss in a row of sums: the
             weight and three zeros.
         """
-        weight = self.weight(rule, count)
-        rest = weight.new_zeros(4)
-        rest[0] = weight
+        device = self._device if self._meeting is None else self._meeting.sums.device
+        if self._meeting is None or not has_streams(self._meeting.sums.device):  # the host has the numbers
+            numbers = self.numbers()
+            value = numbers[MICROBATCHES] / max(numbers[rule], 1.0) * count if numbers[rule] > 0 else 1.0
+            rest = torch.tensor([value, 0.0, 0.0, 0.0], dtype=torch.float64, device=device)
+        else:
+            weight = self.weight(rule, count)
+            rest = torch.cat([weight.reshape(1), weight.new_zeros(3)])
+        weight = rest[0]
         self.of_means[rule, count, dtype] = found = weight, weight.to(dtype), rest[:1], rest
         return found
 

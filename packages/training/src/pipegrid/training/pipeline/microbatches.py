@@ -164,19 +164,24 @@ def counts_of(inputs: Mapping[str, Any], rows: int) -> tuple[int, ...]:
 def _patterns(parts: Sequence[Mapping[str, Any]], rows: Sequence[int]) -> list[frozenset[str]]:
     """`Microbatch.pattern` of each: of what has a number, or a few, for each row, such as labels, masks and weights.
 
-    The host asks a device once for all microbatches.
+    The host asks a device once for all microbatches, of which those of one shape are looked at together.
     """
     found = [{"rows"} if number > 1 else set[str]() for number in rows]
-    alike: dict[tuple[Any, ...], list[tuple[int, str, Any]]] = {}
+    alike: dict[tuple[Any, ...], list[int]] = {}
     for place, (part, number) in enumerate(zip(parts, rows, strict=True)):
         for name, value in part.items():
             few = isinstance(value, torch.Tensor) and 0 < value.dim() <= _NUMBERS and value.shape[0] == number
             if few and value.numel():
-                ends = torch.aminmax(torch.view_as_real(value.detach()) if value.is_complex() else value.detach())
-                alike.setdefault((value.dtype, value.device), []).append((place, name, ends))
-    for each in alike.values():
-        read = torch.stack([end for *_, ends in each for end in ends]).tolist()
-        for (place, name, _), low, high in zip(each, read[::2], read[1::2], strict=True):
+                alike.setdefault((value.dtype, value.device, name, value.shape), []).append(place)
+    ends: dict[tuple[Any, ...], list[tuple[str, list[int], torch.Tensor]]] = {}  # the least and the largest, of a dtype
+    for (dtype, device, name, _), places in alike.items():
+        values = torch.stack([parts[place][name].detach() for place in places])
+        flat = (torch.view_as_real(values) if values.is_complex() else values).flatten(1)
+        ends.setdefault((dtype, device), []).append((name, places, torch.stack(torch.aminmax(flat, dim=1), dim=1)))
+    for each in ends.values():
+        read = iter(torch.cat([pairs for *_, pairs in each]).tolist())
+        for name, place in [(name, place) for name, places, _ in each for place in places]:
+            low, high = next(read)
             # Also where one is NaN:
             if not (low > IGNORED or high < IGNORED) and bool((parts[place][name] == IGNORED).any()):
                 found[place].add(f"{name} padded")

@@ -20,6 +20,7 @@ from pipegrid.stages.errors import CutError
 from pipegrid.stages.skips import Skips
 from pipegrid.stages.torch_compat import (
     TABLES,
+    Shapes,
     blank,
     children_of,
     copied,
@@ -47,6 +48,7 @@ class Needs:
         encoder: where the encoder returns a dict, its type and the key of the encoder's output.
         longer: the model's own code puts other tokens beside those of the ids, as prompt tuning does.
         skips: the values that stages hand on past others; None where there are none.
+        full: the stages behind the first whose code reads what only parts before the layers take otherwise (`PIXELS`).
     """
 
     absent: tuple[str, ...] = ()
@@ -55,6 +57,7 @@ class Needs:
     encoder: tuple[type, str] | None = None
     longer: bool = False
     skips: Skips | None = None
+    full: frozenset[int] = frozenset()
 
 
 @define(eq=False)
@@ -92,6 +95,16 @@ class Run:
         made = blank(like.to(hidden.dtype) if like.is_meta and like.is_floating_point() else like, hidden.device)
         return made.clone() if self.needs.writes else made
 
+    def shaped(self, part: nn.Module, args: Any, kwargs: Any) -> Any:
+        """What ``part`` returns, without values: by shapes, or where its code reads numbers (image sizes), by both."""
+        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 -- as torch documents for subclasses
+            try:
+                return part(*tree_map_only(Tensor, on_meta, args), **tree_map_only(Tensor, on_meta, kwargs))
+            except RuntimeError:
+                args, kwargs = tree_map_only(Tensor, without_floats, (args, kwargs))
+                with Shapes(self.device):
+                    return part(*args, **kwargs)
+
     def encoder_outputs(self, encoded: Tensor) -> Any:
         """The encoder's output, as the encoder returns it."""
         if self.needs.encoder is None:
@@ -124,6 +137,11 @@ class Run:
         """Hook of the encoder."""
         del encoder, args
         self.encoded = result[0].clone() if self.needs.writes else result[0]
+
+
+def without_floats(tensor: Tensor) -> Tensor:
+    """A tensor on the meta device, or one of numbers as it is."""
+    return on_meta(tensor) if tensor.is_floating_point() else tensor
 
 
 def first_tensor(value: Any) -> Tensor:
@@ -268,9 +286,8 @@ class ForeignPart(Foreign):
             return self.__dict__["ghost"](*args, **kwargs)
         if self.run.entered and self.name not in self.run.given:
             raise CutError(f"{self.name} runs after the layers; name it in Names(head=...)")
-        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 -- as torch documents for subclasses
-            args, kwargs = tree_map_only(Tensor, on_meta, (args, kwargs))
-            made = self.__dict__["ghost"](*args, **kwargs)
+        with torch.no_grad():
+            made = self.run.shaped(self.__dict__["ghost"], args, kwargs)
         return tree_map_only(Tensor, self.run.blank, made)
 
 

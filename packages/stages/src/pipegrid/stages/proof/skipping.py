@@ -38,6 +38,10 @@ class Crossings:
     parameters: frozenset[tuple[str, int]]
     left: frozenset[tuple[int, int]]
 
+    def coming(self, stage: int) -> int:
+        """How many values come to a stage by edges."""
+        return sum(stage in one.users for one in self.skips.uses.values())
+
 
 def crossings_of(forward: Trace, outline: Outline, uses: Iterable[tuple[Traced, Operation, Operation]]) -> Crossings:
     """How the values of ``uses``, each with its maker and its user behind a boundary, come to their users."""

@@ -32,13 +32,13 @@ from pipegrid.stages.proof.traced import (
     Lists,
     Operation,
     Traced,
-    by_places,
     read,
     traced_in,
 )
 from pipegrid.stages.skips import Value
 from pipegrid.stages.torch_compat import (
     TorchDispatchMode,
+    by_places,
     is_random,
     name_of,
     named_leaves,

@@ -12,7 +12,7 @@ from pipegrid.stages import Names
 from pipegrid.topology import HyperCommGrid
 from pipegrid.training import Pipeline
 from stages_kit.gradients import named_in, require_gradients
-from stages_kit.skipping_models import BLOCKS, UNET, BlockResiduals, UNet
+from stages_kit.skipping_models import BLOCKS, SEVERAL, UNET, BlockResiduals, SeveralTokens, UNet
 
 
 class Tied(nn.Module):
@@ -154,4 +154,55 @@ def test_vision_and_language_with_features_for_the_layers_of_later_stages(ranks,
         whole = deepstack()
         for batch in batches:
             (next_words(whole(**batch), batch) / len(batches)).backward()
+        require_gradients(named_in(pipeline.stages["model"]), whole)
+
+
+def several_tokens(tied):
+    torch.manual_seed(1)
+    return SeveralTokens(8, tied=tied).double()
+
+
+def labelled(seed):
+    """Two texts with padding of another length in each microbatch."""
+    ids = torch.randint(1, 20, (2, 9), generator=torch.Generator().manual_seed(seed))
+    return {"ids": ids, "labels": ids.masked_fill(torch.arange(9) >= 4 + seed % 5, -100)}
+
+
+def next_and_further(logits, batch):
+    """The sum over all next tokens, and for each token further on a fifth of its own; how many next tokens are."""
+    cross_entropy, labels = nn.functional.cross_entropy, batch["labels"]
+    losses = [
+        cross_entropy(one[:, : -further - 1].flatten(0, 1), labels[:, further + 1 :].flatten(), reduction="sum")
+        for further, one in enumerate(logits)
+    ]
+    return losses[0] + 0.2 * (losses[1] + losses[2]), (labels[:, 1:] != -100).sum()
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    ("schedule", "layout"),
+    [
+        ("1f1b", "Etttt|tt|ttmm|L"),
+        ("1f1b", "Etttt|tttt|mm|L"),
+        ("interleaved_1f1b", "Ett|t|t|t|t|t|t|mmL"),
+        ("zero_bubble_v", "Ett|t|t|t|t|tt|mm|L"),
+    ],
+)
+def test_layers_that_predict_tokens_further_on(ranks, schedule, layout, tied):
+    batches = [labelled(number) for number in range(8)]
+    with Pipeline(
+        lambda: several_tokens(tied),
+        layout,
+        HyperCommGrid([4], ["pp"]),
+        schedule=schedule,
+        names=SEVERAL,
+        config=PipelineConfig(variable_seq_lengths=True, check=True),
+        loss=next_and_further,
+        forward=lambda stage, batch: stage(batch["ids"]),
+    ) as pipeline:
+        pipeline.step(batches)
+        whole = several_tokens(tied)
+        found = [next_and_further(whole(batch["ids"]), batch) for batch in batches]
+        (sum(loss for loss, _ in found) / sum(count for _, count in found)).backward()
         require_gradients(named_in(pipeline.stages["model"]), whole)

@@ -49,6 +49,7 @@ class Needs:
         longer: the model's own code puts other tokens beside those of the ids, as prompt tuning does.
         skips: the values that stages hand on past others; None where there are none.
         full: the stages behind the first whose code reads what only parts before the layers take otherwise (`PIXELS`).
+        beside: the parts that run beside layers of other stages, for the stages that use what they return.
     """
 
     absent: tuple[str, ...] = ()
@@ -58,6 +59,7 @@ class Needs:
     longer: bool = False
     skips: Skips | None = None
     full: frozenset[int] = frozenset()
+    beside: frozenset[str] = frozenset()
 
 
 @define(eq=False)
@@ -91,8 +93,9 @@ class Run:
 
     def blank(self, like: Tensor) -> Tensor:
         """NaN in place of ``like``, in the dtype of the hidden states: a ghost does not know that of FSDP2."""
-        hidden = self.hidden()
-        made = blank(like.to(hidden.dtype) if like.is_meta and like.is_floating_point() else like, hidden.device)
+        hidden = like if self.received is None else self.hidden()
+        device = self.device if hidden.is_meta and self.device is not None else hidden.device
+        made = blank(like.to(hidden.dtype) if like.is_meta and like.is_floating_point() else like, device)
         return made.clone() if self.needs.writes else made
 
     def shaped(self, part: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -279,12 +282,13 @@ class ForeignPart(Foreign):
             own = self.__dict__["own"]
             if self.run.left is None and own is not None:
                 return own(*args, **kwargs)
-            if self.run.left is None:
+            if self.run.left is not None:
+                raise Leave
+            if self.name not in self.run.needs.beside:
                 raise CutError(f"{self.name} runs before the layers; name it in Names(embedding=...)")
-            raise Leave
-        if self.name in self.run.real:
+        elif self.name in self.run.real:
             return self.__dict__["ghost"](*args, **kwargs)
-        if self.run.entered and self.name not in self.run.given:
+        elif self.run.entered and not (self.name in self.run.given or self.name in self.run.needs.beside):
             raise CutError(f"{self.name} runs after the layers; name it in Names(head=...)")
         with torch.no_grad():
             made = self.run.shaped(self.__dict__["ghost"], args, kwargs)

@@ -160,6 +160,7 @@ def _proof_of(outline: Outline, call: Call, host: HostState, dropped: Sequence[s
         _longer(forward, kwargs.get("input_ids")),
         skips,
         full,
+        frozenset(use.part for uses in _elsewhere(forward, assignment).values() for use, _ in uses),
     )
     if skips is not None:
         host.restore()
@@ -300,19 +301,48 @@ def _order(forward: Trace, layers: Sequence[str]) -> str:
 
 
 def _parameters(forward: Trace, assignment: Assignment, handed_on: AbstractSet[tuple[str, int]]) -> Iterator[str]:
-    """Parameters used on stages that do not hold them, and to which they are not handed on."""
-    tied = {name: set(tie.stages) for tie in assignment.ties for name in (tie.name, *tie.names)}
-    for name, uses in forward.parameters.items():
-        holders = tied.get(name, {assignment.stage_of_parameter[name]})
-        found = [(use, *running(use.passed, assignment)) for use in uses if id(use) in forward.live]
-        wrong = [(use, first) for use, first, last in found if not any(first <= one <= last for one in holders)]
+    """Parameters used on stages that do not hold them, and to which they are not handed on.
+
+    Where a part of a later stage runs between layers, and no stage before that sends what depends on it, it is used on
+    its own stage, which does all of the model's own code: a head of several predictions.
+    """
+    for name, uses in _elsewhere(forward, assignment).items():
+        holders = _holders(name, assignment)
         reached = [stage for one, stage in handed_on if one == name]
-        wrong = [(use, first) for use, first in wrong if not any(first <= stage for stage in reached)]
+        wrong = [
+            (use, first)
+            for use, first in uses
+            if not any(first <= stage for stage in reached)
+            and not (first < min(holders) and not _is_sent(forward, assignment, use, first, min(holders)))
+        ]
         if not wrong or ELSEWHERE in holders:
             continue
         use, stage = wrong[0]
-        moved = "" if len(wrong) < len(found) else f"; name its module in Names({'head' if stage else 'embedding'}=...)"
+        every = sum(id(one) in forward.live for one in forward.parameters[name])
+        moved = "" if len(wrong) < every else f"; name its module in Names({'head' if stage else 'embedding'}=...)"
         yield f"{name} is on stage {min(holders)}, and stage {stage} uses it {place(use)}{moved}"
+
+
+def _elsewhere(forward: Trace, assignment: Assignment) -> dict[str, list[tuple[Operation, int]]]:
+    """The parameters that are used where no stage that runs then holds them: the uses, each with the first of these."""
+    found: dict[str, list[tuple[Operation, int]]] = {}
+    for name, uses in forward.parameters.items():
+        for use in uses:
+            first, last = running(use.passed, assignment)
+            if id(use) in forward.live and not any(first <= one <= last for one in _holders(name, assignment)):
+                found.setdefault(name, []).append((use, first))
+    return found
+
+
+def _holders(name: str, assignment: Assignment) -> set[int]:
+    tied = next((tie.stages for tie in assignment.ties if name in (tie.name, *tie.names)), None)
+    return {assignment.stage_of_parameter[name]} if tied is None else set(tied)
+
+
+def _is_sent(forward: Trace, assignment: Assignment, use: Operation, first: int, holder: int) -> bool:
+    """Whether what a stage from ``first`` to ``holder`` receives depends on ``use``."""
+    sent = [one for stage in range(first + 1, holder + 1) for one in forward.sent[assignment.before(stage)]]
+    return any(one is use for one in forward.behind_of(sent, use.passed))
 
 
 class Proofs:

@@ -126,6 +126,12 @@ class _Finder:
             return self.assignment.num_stages - 1
         return stages[layers[max(operation.passed - 1, 0)]]
 
+    def owner_behind(self, operation: Operation) -> int | None:
+        """The later stage that holds the part of an operation, where that runs between layers of others."""
+        owners = self.assignment.owners(operation.part) if operation.part else set()
+        _, last = running(operation.passed, self.assignment)
+        return min(owners) if owners and min(owners) > last else None
+
     def lacking(self) -> Iterator[tuple[str, int]]:
         """The parameters that stages use and an earlier one holds."""
         for name, uses in self.forward.parameters.items():
@@ -163,6 +169,8 @@ class _Finder:
             return Value(tensor.parameter) if ELSEWHERE not in holders and min(holders) < stage else None
         if operation.part and self.stage_of(operation) == stage:
             return []
+        if (owner := self.owner_behind(operation)) is not None:  # it runs again on the stage that holds it
+            return list(operation.inputs) if owner == stage else None
         returned = self.forward.returned.get(id(tensor))
         if returned is not None and returned[2] is operation:
             return returned[1] if self.stage_of(operation, returned[1].part) != stage else []

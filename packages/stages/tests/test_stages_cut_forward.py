@@ -8,8 +8,9 @@ import transformers
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
-from pipegrid.stages import Names, pipeline_stage
+from pipegrid.stages import Names, check_stages, pipeline_stage
 from pipegrid.stages.errors import CutError
+from pipegrid.stages.shell import ForeignPart, Run
 from stages_kit.models import WORDS, batch_of, llama, text_model
 
 from .test_stages_cut import require_equal
@@ -71,12 +72,48 @@ def seen():
     }
 
 
-def test_layers_that_take_visual_features_are_on_the_first_stage_or_a_cut_error():
+@pytest.mark.parametrize("layout", ["Etttt|tL", "Ett|tttL", "Et|t|t|ttL", "E|ttttt|L"])
+def test_layers_that_take_visual_features_have_them_on_every_stage(layout):
+    """Qwen3-VL: the layers' stages are called with pixels, which they do not compute with, and get the features."""
     torch.manual_seed(1)
-    require_equal(deepstack(5).double(), lambda: deepstack(5), "Etttt|tL", seen())
-    with pytest.raises(CutError, match=r"\nA stage may end after model\.language_model\.layers\.3; print") as error:
-        pipeline_stage(lambda: deepstack(5).double(), "Ett|tttL", 0)(**seen())
-    assert "have no pixel_values, without which other code runs, first by clone in the model (m" in str(error.value)
+    found = check_stages(lambda: deepstack(5), layout, seen(), dtype=torch.float64)
+    assert max(one.error for one in found.gradients) < 1e-12
+    read = [int(one.value[-2]) for one in found.proof.skips]
+    assert read == ([] if layout == "Etttt|tL" else [1, 2] if layout == "Ett|tttL" else [0, 1, 2])
+
+
+def test_a_stage_that_takes_visual_features_is_called_with_pixels_or_an_error():
+    first, last = pipeline_stage(lambda: deepstack(5).double(), "Ett|tttL", [0, 1])
+    first.look(lambda: first(**seen()))
+    assert first.skips == ()  # to the next stage they go beside the hidden states
+    first.set_skips({})
+    last.set_input_tensor([first(**seen())])
+    last.set_skips(first.take_skips())
+    last(**{name: value for name, value in seen().items() if name != "pixel_values"})
+    with pytest.raises(CutError, match=r"came to stage 1 along edges 0>1, .* give every stage the same batch"):
+        last.take_skips()
+
+
+class Dims(nn.Module):
+    """The numbers that it is given decide the shape of what it returns."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(8, 4)
+
+    def forward(self, sizes):
+        number = sizes.prod(-1).sum().item()
+        rows = torch.zeros(number, 4, device=self.table.weight.device)
+        rows[sizes.new_ones(number, dtype=torch.bool)] = self.table(torch.arange(number, device=sizes.device) % 8)
+        return rows
+
+
+def test_a_part_of_another_stage_has_its_shape_by_numbers_of_the_batch():
+    run = Run(received=torch.zeros(2, 4), device=torch.device("cpu"))
+    part = ForeignPart("part", Dims(), run, earlier=True)
+    made = part(torch.tensor([[1, 2], [2, 2]]))
+    assert made.shape == (6, 4)
+    assert made.isnan().all()
 
 
 def test_without_ids_a_stand_in_has_the_width_of_the_embedding():

@@ -9,7 +9,7 @@ from torch import nn
 from pipegrid.core.edge import Edge
 from pipegrid.stages import Names, check_stages, pipeline_stage, prove_cut
 from pipegrid.stages.errors import CutError
-from stages_kit.skipping_models import BLOCKS, UNET, BlockResiduals, UNet, ids, images
+from stages_kit.skipping_models import BLOCKS, SEVERAL, UNET, BlockResiduals, SeveralTokens, UNet, ids, images
 
 
 @pytest.mark.parametrize(
@@ -134,6 +134,50 @@ def test_a_decoder_reads_what_its_encoder_made(layout):
     batch = {"source": torch.arange(10).reshape(2, 5), "target": torch.arange(8).reshape(2, 4)}
     found = check_stages(Sequences, layout, batch, names=names, loss=_mean, dtype=torch.float64)
     assert max(one.error for one in found.gradients) < 1e-12
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("layout", ["Et|t|t|tmmL", "Et|tt|t|mmL", "Et|tt|tmm|L", "Ett|tt|mm|L", "Etttt|mm|L"])
+def test_predictions_of_several_tokens(layout, tied):
+    """The layers ``m`` beside the head, on the stage before it, or alone on one."""
+    found = check_stages(
+        lambda: SeveralTokens(tied=tied), layout, ids(), names=SEVERAL, loss=_mean, dtype=torch.float64
+    )
+    assert max(one.error for one in found.gradients) < 1e-12
+    values = [one.value for one in found.proof.skips]
+    assert ("embed.weight" in values) is not tied
+    assert ("layers.3" in values) is layout.endswith("mm|L")
+    assert ("mtp.0" in values) is layout.endswith("mm|L")
+
+
+class Exits(nn.Module):
+    """A head after every layer; ``read``: a layer reads what the head has returned."""
+
+    def __init__(self, read=False):
+        super().__init__()
+        self.read = read
+        self.embed, self.layers = nn.Embedding(20, 4), nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+        self.head = nn.Linear(4, 4)
+
+    def forward(self, ids):
+        hidden, exits = self.embed(ids), []
+        for layer in self.layers:
+            hidden = torch.tanh(layer(hidden))
+            exits.append(self.head(hidden))
+            if self.read:
+                hidden = hidden + exits[-1]
+        return torch.stack(exits)
+
+
+def test_a_head_after_every_layer_runs_on_the_last_stage():
+    names = Names("layers", embedding=("embed",), head=("head",))
+    found = check_stages(Exits, "Et|tt|tL", ids(), names=names, loss=_mean, dtype=torch.float64)
+    assert max(one.error for one in found.gradients) < 1e-12
+    assert [one.value for one in found.proof.skips] == ["layers.0", "layers.1"]
+    with pytest.raises(
+        CutError, match=r"head\.weight is on stage 2, and stage 1 uses it by t in head \(test_stages_skips"
+    ):
+        prove_cut(lambda: Exits(read=True), "Et|tt|tL", ids(), names=names, loss=_mean).require()
 
 
 class Random(nn.Module):

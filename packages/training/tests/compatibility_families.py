@@ -141,6 +141,24 @@ _LATENT = {
     "num_key_value_heads": 4,
 }
 
+
+def gemma3n(shared):
+    """Gemma 3n: inputs of each layer from one table; the last ``shared`` layers read keys and values of others."""
+    return text(
+        "Gemma3nForCausalLM",
+        "Gemma3nTextConfig",
+        head_dim=4,
+        layer_types=_HALVES,
+        sliding_window=5,
+        vocab_size_per_layer_input=WORDS,
+        hidden_size_per_layer_input=8,
+        num_kv_shared_layers=shared,
+        laurel_rank=4,
+        altup_num_inputs=2,
+        activation_sparsity_pattern=[0.0] * 4,
+    )
+
+
 FAMILIES = {
     "Llama": known("llama"),
     "Llama, tied": known("llama tied"),
@@ -157,19 +175,8 @@ FAMILIES = {
     "Mistral": known("mistral"),
     "Gemma 2": known("gemma2"),
     "Gemma 3, text": known("gemma3"),
-    "Gemma 3n, text": text(
-        "Gemma3nForCausalLM",
-        "Gemma3nTextConfig",
-        head_dim=4,
-        layer_types=_HALVES,
-        sliding_window=5,
-        vocab_size_per_layer_input=WORDS,
-        hidden_size_per_layer_input=8,
-        num_kv_shared_layers=2,
-        laurel_rank=4,
-        altup_num_inputs=2,
-        activation_sparsity_pattern=[0.0] * 4,
-    ),
+    "Gemma 3n, text": gemma3n(shared=2),
+    "Gemma 3n, each with its keys": gemma3n(shared=0),
     "Phi": text("PhiForCausalLM", "PhiConfig", partial_rotary_factor=0.5),
     "Phi-3": Family(phi3, _text_batch, padded_left),
     "Granite": text("GraniteForCausalLM", "GraniteConfig"),

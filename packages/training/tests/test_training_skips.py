@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 from pipegrid.schedules import PipelineConfig
 from pipegrid.stages import Names
 from pipegrid.topology import HyperCommGrid
 from pipegrid.training import Pipeline
-from stages_kit.skipping_models import BLOCKS, UNET, BlockResiduals, UNet
+from stages_kit.gradients import named_in, require_gradients
+from stages_kit.skipping_models import BLOCKS, SEVERAL, UNET, BlockResiduals, SeveralTokens, UNet
 
 
 class Tied(nn.Module):
@@ -86,3 +88,121 @@ def test_replicas_whose_stages_hand_on_values(ranks):
         own = {name: value.chunk(2)[pipeline.replica] for name, value in batch.items()}
         assert pipeline.step(own).item() > 0
         assert pipeline.communicator.job.graph.skips
+
+
+WORDS, IMAGE = 40, 9
+
+
+def deepstack():
+    """A Qwen3-VL of 8 layers, whose first three take features of images that its vision tower makes on the way."""
+    torch.manual_seed(1)
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
+    wide = {"hidden_size": 32, "intermediate_size": 32}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "rope_parameters": rope}
+    tower = {"depth": 3, "num_heads": 4, "patch_size": 4, "out_hidden_size": 32, "num_position_embeddings": 64}
+    config = transformers.Qwen3VLConfig(
+        text_config=wide | heads | {"vocab_size": WORDS, "num_hidden_layers": 8, "pad_token_id": 0},
+        vision_config=wide | tower | {"deepstack_visual_indexes": [0, 1, 2]},
+        image_token_id=IMAGE,
+        video_token_id=10,
+        vision_start_token_id=8,
+        vision_end_token_id=7,
+    )
+    return transformers.Qwen3VLForConditionalGeneration(config).double()
+
+
+def seen(seed):
+    """Two texts, one of them with an image of a size of its own."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(12, WORDS, (2, 10), generator=generator)
+    high = 4 + 4 * (seed % 2)
+    ids[0, 1 : 1 + high] = IMAGE
+    return {
+        "input_ids": ids,
+        "pixel_values": torch.randn(4 * high, 96, generator=generator, dtype=torch.float64),
+        "image_grid_thw": torch.tensor([[1, high, 4]]),
+        "mm_token_type_ids": (ids == IMAGE).int(),
+    }
+
+
+def next_words(output, batch):
+    return nn.functional.cross_entropy(output.logits[:, :-1].flatten(0, 1), batch["input_ids"][:, 1:].flatten())
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize(
+    ("schedule", "layout"),
+    [
+        ("1f1b", "Et|t|tt|ttttL"),
+        ("interleaved_1f1b", "Et|t|t|t|t|t|t|tL"),
+        ("zero_bubble_v", "Et|t|t|t|t|t|t|tL"),
+        ("dualpipe_v", "E|t|t|tt|t|t|t|tL"),
+    ],
+)
+def test_vision_and_language_with_features_for_the_layers_of_later_stages(ranks, schedule, layout):
+    batches = [seen(number) for number in range(8)]
+    with Pipeline(
+        deepstack,
+        layout,
+        HyperCommGrid([4], ["pp"]),
+        schedule=schedule,
+        config=PipelineConfig(variable_seq_lengths=True, check=True),
+        loss=next_words,
+    ) as pipeline:
+        pipeline.step(batches)
+        assert "past others" in pipeline.describe()
+        whole = deepstack()
+        for batch in batches:
+            (next_words(whole(**batch), batch) / len(batches)).backward()
+        require_gradients(named_in(pipeline.stages["model"]), whole)
+
+
+def several_tokens(tied):
+    torch.manual_seed(1)
+    return SeveralTokens(8, tied=tied).double()
+
+
+def labelled(seed):
+    """Two texts with padding of another length in each microbatch."""
+    ids = torch.randint(1, 20, (2, 9), generator=torch.Generator().manual_seed(seed))
+    return {"ids": ids, "labels": ids.masked_fill(torch.arange(9) >= 4 + seed % 5, -100)}
+
+
+def next_and_further(logits, batch):
+    """The sum over all next tokens, and for each token further on a fifth of its own; how many next tokens are."""
+    cross_entropy, labels = nn.functional.cross_entropy, batch["labels"]
+    losses = [
+        cross_entropy(one[:, : -further - 1].flatten(0, 1), labels[:, further + 1 :].flatten(), reduction="sum")
+        for further, one in enumerate(logits)
+    ]
+    return losses[0] + 0.2 * (losses[1] + losses[2]), (labels[:, 1:] != -100).sum()
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    ("schedule", "layout"),
+    [
+        ("1f1b", "Etttt|tt|ttmm|L"),
+        ("1f1b", "Etttt|tttt|mm|L"),
+        ("interleaved_1f1b", "Ett|t|t|t|t|t|t|mmL"),
+        ("zero_bubble_v", "Ett|t|t|t|t|tt|mm|L"),
+    ],
+)
+def test_layers_that_predict_tokens_further_on(ranks, schedule, layout, tied):
+    batches = [labelled(number) for number in range(8)]
+    with Pipeline(
+        lambda: several_tokens(tied),
+        layout,
+        HyperCommGrid([4], ["pp"]),
+        schedule=schedule,
+        names=SEVERAL,
+        config=PipelineConfig(variable_seq_lengths=True, check=True),
+        loss=next_and_further,
+        forward=lambda stage, batch: stage(batch["ids"]),
+    ) as pipeline:
+        pipeline.step(batches)
+        whole = several_tokens(tied)
+        found = [next_and_further(whole(batch["ids"]), batch) for batch in batches]
+        (sum(loss for loss, _ in found) / sum(count for _, count in found)).backward()
+        require_gradients(named_in(pipeline.stages["model"]), whole)

@@ -1,4 +1,4 @@
-"""Models whose layers use what came long before: residuals of blocks, a U-Net."""
+"""Models whose layers use what came long before: residuals of blocks, a U-Net, predictions of several tokens."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from torch import nn
 from pipegrid.stages import Names
 
 BLOCKS = Names("layers", embedding=("embed",), head=("head",))
+SEVERAL = Names({"decoder": "layers", "mtp": "mtp"}, embedding=("embed",), head=("norm", "head"))
 UNET = Names("blocks", embedding=("stem",), head=("head",))
 
 
@@ -72,6 +73,46 @@ class UNet(nn.Module):
         for block in self.blocks[4:]:
             hidden = block(nn.functional.interpolate(hidden, scale_factor=2), down.pop())
         return self.head(hidden)
+
+
+class Block(nn.Module):
+    """A layer, or one that predicts a token further on: it takes the hidden states and the word that they predict."""
+
+    def __init__(self, width, embed=None):
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(width), nn.Linear(width, width)
+        self.embed = embed
+
+    def forward(self, hidden, word=None):
+        if word is not None:
+            hidden = hidden + (word if self.embed is None else self.embed(word))
+        return hidden + torch.tanh(self.linear(self.norm(hidden)))
+
+
+class SeveralTokens(nn.Module):
+    """Predicts the next token, and by each of two more layers one further on, through one embedding and one head.
+
+    ``tied``: these layers have the embedding under names of their own; else the model calls it again. Returns logits
+    [3, rows, tokens, words].
+    """
+
+    def __init__(self, layers=4, width=6, *, tied=False):
+        super().__init__()
+        self.tied, self.embed = tied, nn.Embedding(20, width)
+        self.layers = nn.ModuleList(Block(width) for _ in range(layers))
+        self.mtp = nn.ModuleList(Block(width, self.embed if tied else None) for _ in range(2))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 20, bias=False)
+
+    def forward(self, ids):
+        hidden = self.embed(ids)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        logits = [self.head(self.norm(hidden))]
+        for further, layer in enumerate(self.mtp, start=1):
+            word = nn.functional.pad(ids[:, further:], (0, further))
+            hidden = layer(hidden, word if self.tied else self.embed(word))
+            logits.append(self.head(self.norm(hidden)))  # also where the head is on a later stage than these layers
+        return torch.stack(logits)
 
 
 def ids():

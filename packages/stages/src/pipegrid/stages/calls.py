@@ -9,7 +9,12 @@ from typing import Any, Final
 from torch import nn
 
 PIXELS: Final = ("pixel_values", "input_features")
-"""Arguments that parts before the layers read; stages behind the first are not called with them."""
+"""Arguments that parts before the layers read; stages behind the first take them where their code differs without."""
+
+
+def dropped_by(model: nn.Module) -> tuple[str, ...]:
+    """The names of arguments that stages of a model behind the first are not called with."""
+    return PIXELS if "inputs_embeds" in accepted_by(model) else ()
 
 
 def called_with(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

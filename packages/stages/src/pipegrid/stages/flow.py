@@ -31,7 +31,7 @@ class StageFlow:
 
     def __init__(self, whole: nn.Module, assignment: Assignment, number: int) -> None:
         held = assignment.held(number)
-        self.whole, self.last = whole, number == assignment.num_stages - 1
+        self.whole, self.number, self.last = whole, number, number == assignment.num_stages - 1
         self.before = assignment.before(number)
         self.after = self.before + len(held)
         self.accepted = accepted_by(whole)
@@ -129,7 +129,7 @@ class StageFlow:
                 return
         if f"{prefix}inputs_embeds" in self.accepted:
             hidden = first_tensor(self._hidden_of(received))
-            for name in PIXELS:
+            for name in () if self.number in run.needs.full else PIXELS:
                 kwargs.pop(f"{prefix}{name}", None)
             ids = kwargs.pop(f"{prefix}input_ids", None)
             if ids is not None and (run.needs.longer or ids.numel() == math.prod(hidden.shape[:-1])):

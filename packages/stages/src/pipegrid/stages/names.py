@@ -58,7 +58,18 @@ TABLE: Final = (
         {"encoder": "model.encoder.layers", "decoder": "model.decoder.layers"},
         embedding=("model.encoder.layernorm_embedding", "model.decoder.layernorm_embedding"),
     ),
-    Names("model.layers"),  # Llama, Qwen, Mistral, Gemma, Phi
+    Names(  # Llama, Qwen, Mistral, Gemma, Phi; Gemma 3n registers what makes its inputs of each layer after the layers
+        "model.layers",
+        embedding=tuple(
+            f"model.{part}"
+            for part in (
+                "embed_tokens_per_layer",
+                "per_layer_model_projection",
+                "per_layer_projection_norm",
+                "altup_projections",
+            )
+        ),
+    ),
     # LLaVA, Qwen-VL: the vision tower runs before the layers.
     Names("model.language_model.layers", embedding=("model.image_newline",)),
     Names("transformer.h"),  # GPT-2, GPT-J, Falcon

@@ -20,6 +20,7 @@ from pipegrid.stages.errors import CutError
 from pipegrid.stages.skips import Skips
 from pipegrid.stages.torch_compat import (
     TABLES,
+    Shapes,
     children_of,
     copied,
     memory_of,
@@ -47,6 +48,8 @@ class Needs:
         encoder: where the encoder returns a dict, its type and the key of the encoder's output.
         longer: the model's own code puts other tokens beside those of the ids, as prompt tuning does.
         skips: the values that stages hand on past others; None where there are none.
+        full: the stages behind the first whose code reads what only parts before the layers take otherwise (`PIXELS`).
+        beside: the parts that run beside layers of other stages, for the stages that use what they return.
     """
 
     absent: tuple[str, ...] = ()
@@ -55,6 +58,8 @@ class Needs:
     encoder: tuple[type, str] | None = None
     longer: bool = False
     skips: Skips | None = None
+    full: frozenset[int] = frozenset()
+    beside: frozenset[str] = frozenset()
 
 
 @define(eq=False)
@@ -88,9 +93,20 @@ class StageRun:
 
     def stand_in(self, like: Tensor) -> Tensor:
         """NaN in place of ``like``, in the dtype of the hidden states: a ghost does not know that of FSDP2."""
-        hidden = self.hidden()
-        made = nan_like(like.to(hidden.dtype) if like.is_meta and like.is_floating_point() else like, hidden.device)
+        hidden = like if self.received is None else self.hidden()
+        device = self.device if hidden.is_meta and self.device is not None else hidden.device
+        made = nan_like(like.to(hidden.dtype) if like.is_meta and like.is_floating_point() else like, device)
         return made.clone() if self.needs.writes else made
+
+    def shaped(self, part: nn.Module, args: Any, kwargs: Any) -> Any:
+        """What ``part`` returns, without values: by shapes, or where its code reads numbers (image sizes), by both."""
+        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 -- as torch documents for subclasses
+            try:
+                return part(*tree_map_only(Tensor, on_meta, args), **tree_map_only(Tensor, on_meta, kwargs))
+            except RuntimeError:
+                args, kwargs = tree_map_only(Tensor, without_floats, (args, kwargs))
+                with Shapes(self.device):
+                    return part(*args, **kwargs)
 
     def encoder_outputs(self, encoded: Tensor) -> Any:
         """The encoder's output, as the encoder returns it."""
@@ -124,6 +140,11 @@ class StageRun:
         """Hook of the encoder."""
         del encoder, args
         self.encoded = result[0].clone() if self.needs.writes else result[0]
+
+
+def without_floats(tensor: Tensor) -> Tensor:
+    """A tensor on the meta device, or one of numbers as it is."""
+    return on_meta(tensor) if tensor.is_floating_point() else tensor
 
 
 def first_tensor(value: Any) -> Tensor:
@@ -263,16 +284,16 @@ class PartPlaceholder(Placeholder):
             own = self.__dict__["own"]
             if self.run.left is None and own is not None:
                 return own(*args, **kwargs)
-            if self.run.left is None:
+            if self.run.left is not None:
+                raise Leave
+            if self.name not in self.run.needs.beside:
                 raise CutError(f"{self.name} runs before the layers; name it in Names(embedding=...)")
-            raise Leave
-        if self.name in self.run.real:
+        elif self.name in self.run.real:
             return self.__dict__["ghost"](*args, **kwargs)
-        if self.run.entered and self.name not in self.run.given:
+        elif self.run.entered and not (self.name in self.run.given or self.name in self.run.needs.beside):
             raise CutError(f"{self.name} runs after the layers; name it in Names(head=...)")
-        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 -- as torch documents for subclasses
-            args, kwargs = tree_map_only(Tensor, on_meta, (args, kwargs))
-            made = self.__dict__["ghost"](*args, **kwargs)
+        with torch.no_grad():
+            made = self.run.shaped(self.__dict__["ghost"], args, kwargs)
         return tree_map_only(Tensor, self.run.stand_in, made)
 
 

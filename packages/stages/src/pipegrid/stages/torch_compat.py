@@ -25,6 +25,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 __all__ = ["TorchDispatchMode", "WeakTensorKeyDictionary", "tree_leaves", "tree_map", "tree_map_only", "without_modes"]
 
+_aten = torch.ops.aten
+_INDEXING = frozenset({_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default})
+
 WeakStorage: Any = reductions.StorageWeakRef
 
 
@@ -54,6 +57,50 @@ def called_on_meta(func: Any, args: Any, kwargs: Any) -> Any:
     if "device" in kwargs:
         kwargs["device"] = torch.device("meta")
     return func(*args, **kwargs)
+
+
+def by_places(func: Any, args: tuple[Any, ...], values: Callable[[Any], Any]) -> tuple[Any, ...]:
+    """The arguments of an index by masks, with the places of masks that have values in their place.
+
+    ``values`` gives the tensor with the values of a mask, or None.
+    """
+    if func not in _INDEXING:
+        return args
+    indices: list[Any] = []
+    for index in args[1]:
+        there = values(index) if is_mask(index) else None
+        indices.extend([index] if there is None else there.nonzero(as_tuple=True))
+    return (args[0], indices, *args[2:])
+
+
+def is_mask(index: Any) -> bool:
+    """Whether an index is a mask."""
+    return isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8)
+
+
+class Shapes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Runs operations on shapes where an argument is on the meta device, and on values where none is.
+
+    What would be made on the meta device is made on ``device``: code asks tensors without values where they are.
+    """
+
+    def __init__(self, device: torch.device | None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.device = device
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run ``func``; a tensor with values to which a shape is written is NaN from there on."""
+        del types
+        kwargs = dict(kwargs or {})
+        args = by_places(func, args, lambda mask: None if mask.is_meta else mask)
+        if not any(one.is_meta for one in tensors_in((args, kwargs))):
+            if kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "meta":
+                kwargs["device"] = self.device
+            return func(*args, **kwargs)
+        for one in written_by(func, args, kwargs):
+            if not one.is_meta:
+                one.fill_(math.nan)  # raises for numbers that code may read
+        return called_on_meta(func, args, kwargs)
 
 
 def extent_of(tensor: Tensor) -> int:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from pipegrid.layout import PipelineParallelLayerLayout
 from pipegrid.stages.assignment import ELSEWHERE, Assignment, as_layout, assign
 from pipegrid.stages.building.build import whole_of
-from pipegrid.stages.calls import PIXELS, accepted_by, called_with, without_cache
+from pipegrid.stages.calls import accepted_by, called_with, dropped_by, without_cache
 from pipegrid.stages.errors import CutError
 from pipegrid.stages.host_state import HostState
 from pipegrid.stages.names import Names
@@ -70,7 +70,7 @@ def prove_cut(
     assignment = assign(whole, layout, names)
     args, kwargs = called_with(batch)
     outline = Outline(meta_copy(whole, buffers=False), assignment, layout.short_text())
-    return proof_of(outline, args, kwargs, loss=loss)[0]
+    return proof_of(outline, args, kwargs, dropped=dropped_by(whole), loss=loss)[0]
 
 
 def proof_of(
@@ -125,6 +125,10 @@ def _proof_of(outline: Outline, call: ModelCall, host: HostState, dropped: Seque
         return CutProof(layout, (), (wrong,), (), ()), Needs()
     places = {stage: assignment.before(stage) for stage in range(1, assignment.num_stages)}
     crossed = crossings_of(forward, outline, _uses(forward, outline, {*places.values()}))
+    changed = _changed(first, other, places) if compared else {}
+    lacking = crossings_of(other, outline, _uses(other, outline, {*places.values()})) if changed else crossed
+    # Called without these arguments, such a stage has another number of values than come to it, which is an error.
+    full = frozenset(stage for stage in changed if crossed.coming(stage) != lacking.coming(stage))
     every, found = _crossings(forward, outline), _crossings(forward, outline, crossed.left)
     skips = crossed.skips if crossed.skips.uses else None
     boundaries = []
@@ -141,7 +145,7 @@ def _proof_of(outline: Outline, call: ModelCall, host: HostState, dropped: Seque
             *_parameters(forward, assignment, crossed.parameters),
             *_split(forward),
             *_drawn_by_host(forward),
-            *_changed(first, other, sorted(kwargs.keys() - given), places.get(1, len(layers) + 1)),
+            *(_without(one, sorted(kwargs.keys() - given)) for stage, one in changed.items() if stage not in full),
         ),
         tuple(f"a value that the batch does not determine is read {place(one)}" for one in guesses),
         tuple(layer for number, layer in enumerate(layers[:-1], start=1) if not every[number]),
@@ -155,6 +159,8 @@ def _proof_of(outline: Outline, call: ModelCall, host: HostState, dropped: Seque
         forward.encoder,
         _longer(forward, kwargs.get("input_ids")),
         skips,
+        full,
+        frozenset(use.part for uses in _elsewhere(forward, assignment).values() for use, _ in uses),
     )
     if skips is not None:
         host.restore()
@@ -253,15 +259,22 @@ def _drawn_by_host(forward: Trace) -> Iterator[str]:
         )
 
 
-def _changed(forward: Trace, other: Trace, dropped: Sequence[str], first: int) -> Iterator[str]:
-    """The first operation that changes behind boundary ``first`` where arguments are dropped."""
-    behind = ([(one, values) for one, values in run.behind or () if one.passed > first] for run in (forward, other))
-    for (one, values), (there, others) in zip_longest(*behind, fillvalue=(_NOTHING, ())):
-        if (one.name, one.passed, values) != (there.name, there.passed, others):
-            changed = place(there if one is _NOTHING else one)
-            missing = " and ".join(dropped)
-            yield f"stages behind the first have no {missing}, without which other code runs, first {changed}"
-            return
+def _changed(forward: Trace, other: Trace, places: Mapping[int, int]) -> dict[int, Operation]:
+    """The stages behind the first that compute in another way without some arguments, each with what differs first."""
+    found: dict[int, Operation] = {}
+    for stage, before in places.items():
+        after = places.get(stage + 1, math.inf)
+        behind = ([each for each in run.behind or () if before < each[0].passed <= after] for run in (forward, other))
+        for (one, values), (there, others) in zip_longest(*behind, fillvalue=(_NOTHING, ())):
+            if (one.name, one.passed, values) != (there.name, there.passed, others):
+                found[stage] = there if one is _NOTHING else one
+                break
+    return found
+
+
+def _without(changed: Operation, dropped: Sequence[str]) -> str:
+    missing = " and ".join(dropped)
+    return f"stages behind the first have no {missing}, without which other code runs, first {place(changed)}"
 
 
 def _drawn(forward: Trace, order: str) -> str:
@@ -288,19 +301,48 @@ def _order(forward: Trace, layers: Sequence[str]) -> str:
 
 
 def _parameters(forward: Trace, assignment: Assignment, handed_on: AbstractSet[tuple[str, int]]) -> Iterator[str]:
-    """Parameters used on stages that do not hold them, and to which they are not handed on."""
-    tied = {name: set(tie.stages) for tie in assignment.ties for name in (tie.name, *tie.names)}
-    for name, uses in forward.parameters.items():
-        holders = tied.get(name, {assignment.stage_of_parameter[name]})
-        found = [(use, *running(use.passed, assignment)) for use in uses if id(use) in forward.live]
-        wrong = [(use, first) for use, first, last in found if not any(first <= one <= last for one in holders)]
+    """Parameters used on stages that do not hold them, and to which they are not handed on.
+
+    Where a part of a later stage runs between layers, and no stage before that sends what depends on it, it is used on
+    its own stage, which does all of the model's own code: a head of several predictions.
+    """
+    for name, uses in _elsewhere(forward, assignment).items():
+        holders = _holders(name, assignment)
         reached = [stage for one, stage in handed_on if one == name]
-        wrong = [(use, first) for use, first in wrong if not any(first <= stage for stage in reached)]
+        wrong = [
+            (use, first)
+            for use, first in uses
+            if not any(first <= stage for stage in reached)
+            and not (first < min(holders) and not _is_sent(forward, assignment, use, first, min(holders)))
+        ]
         if not wrong or ELSEWHERE in holders:
             continue
         use, stage = wrong[0]
-        moved = "" if len(wrong) < len(found) else f"; name its module in Names({'head' if stage else 'embedding'}=...)"
+        every = sum(id(one) in forward.live for one in forward.parameters[name])
+        moved = "" if len(wrong) < every else f"; name its module in Names({'head' if stage else 'embedding'}=...)"
         yield f"{name} is on stage {min(holders)}, and stage {stage} uses it {place(use)}{moved}"
+
+
+def _elsewhere(forward: Trace, assignment: Assignment) -> dict[str, list[tuple[Operation, int]]]:
+    """The parameters that are used where no stage that runs then holds them: the uses, each with the first of these."""
+    found: dict[str, list[tuple[Operation, int]]] = {}
+    for name, uses in forward.parameters.items():
+        for use in uses:
+            first, last = running(use.passed, assignment)
+            if id(use) in forward.live and not any(first <= one <= last for one in _holders(name, assignment)):
+                found.setdefault(name, []).append((use, first))
+    return found
+
+
+def _holders(name: str, assignment: Assignment) -> set[int]:
+    tied = next((tie.stages for tie in assignment.ties if name in (tie.name, *tie.names)), None)
+    return {assignment.stage_of_parameter[name]} if tied is None else set(tied)
+
+
+def _is_sent(forward: Trace, assignment: Assignment, use: Operation, first: int, holder: int) -> bool:
+    """Whether what a stage from ``first`` to ``holder`` receives depends on ``use``."""
+    sent = [one for stage in range(first + 1, holder + 1) for one in forward.sent[assignment.before(stage)]]
+    return any(one is use for one in forward.behind_of(sent, use.passed))
 
 
 class Proofs:
@@ -311,7 +353,7 @@ class Proofs:
 
     def __init__(self, model: nn.Module, assignment: Assignment, layout: str) -> None:
         self.outline = Outline(meta_copy(model, buffers=False), assignment, layout)
-        self._dropped = PIXELS if "inputs_embeds" in accepted_by(model) else ()
+        self._dropped = dropped_by(model)
         self._found: dict[object, tuple[CutProof, Needs]] = {}
         self._held: dict[object, Needs] = {}  # of calls whose proof holds
 

@@ -26,9 +26,9 @@ from pipegrid.stages.host_state import HostState
 from pipegrid.stages.proof.outline import Outline
 from pipegrid.stages.proof.trace import Trace, device_of, first_of, line_of, run, tensors_of, trace, watch
 from pipegrid.stages.proof.traced import Operation, traced_in
-from pipegrid.stages.skeleton import Needs, Placeholder, StageRun, skeleton_of
+from pipegrid.stages.skeleton import Needs, Placeholder, StageRun, skeleton_of, without_floats
 from pipegrid.stages.skips import SkipCarrier, Skips, Value
-from pipegrid.stages.torch_compat import named_leaves
+from pipegrid.stages.torch_compat import named_leaves, tree_map_only
 
 _NOTHING = Operation("", "", "", 0)
 _HOST = "what layers share through Python, or ask of the model, is not sent between stages"
@@ -103,6 +103,11 @@ class _Run(StageRun):
     def stand_in(self, like: Tensor) -> Tensor:
         """A tensor that another stage makes, in place of NaN."""
         return self.placed(super().stand_in(like))
+
+    def shaped(self, part: nn.Module, args: Any, kwargs: Any) -> Any:
+        """What ``part`` returns: a trace has the values of the batch beside shapes."""
+        args, kwargs = tree_map_only(Tensor, without_floats, (args, kwargs))
+        return part(*args, **kwargs)
 
 
 class _Stage(nn.Module):

@@ -38,6 +38,10 @@ class Crossings:
     parameters: frozenset[tuple[str, int]]
     left: frozenset[tuple[int, int]]
 
+    def coming(self, stage: int) -> int:
+        """How many values come to a stage by edges."""
+        return sum(stage in one.users for one in self.skips.uses.values())
+
 
 def crossings_of(forward: Trace, outline: Outline, uses: Iterable[tuple[Traced, Operation, Operation]]) -> Crossings:
     """The ways of the values of ``uses``, each with its maker and its user behind a boundary, to their users."""
@@ -122,6 +126,12 @@ class _Finder:
             return self.assignment.num_stages - 1
         return stages[layers[max(operation.passed - 1, 0)]]
 
+    def owner_behind(self, operation: Operation) -> int | None:
+        """The later stage that holds the part of an operation, where that runs between layers of others."""
+        owners = self.assignment.owners(operation.part) if operation.part else set()
+        _, last = running(operation.passed, self.assignment)
+        return min(owners) if owners and min(owners) > last else None
+
     def lacking(self) -> Iterator[tuple[str, int]]:
         """The parameters that stages use and an earlier one holds."""
         for name, uses in self.forward.parameters.items():
@@ -159,6 +169,8 @@ class _Finder:
             return Value(tensor.parameter) if ELSEWHERE not in holders and min(holders) < stage else None
         if operation.part and self.stage_of(operation) == stage:
             return []
+        if (owner := self.owner_behind(operation)) is not None:  # it runs again on the stage that holds it
+            return list(operation.inputs) if owner == stage else None
         returned = self.forward.returned.get(id(tensor))
         if returned is not None and returned[2] is operation:
             return returned[1] if self.stage_of(operation, returned[1].part) != stage else []

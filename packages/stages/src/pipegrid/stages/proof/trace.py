@@ -32,13 +32,13 @@ from pipegrid.stages.proof.traced import (
     Lists,
     Operation,
     Traced,
-    by_places,
     read,
     traced_in,
 )
 from pipegrid.stages.skips import Value
 from pipegrid.stages.torch_compat import (
     TorchDispatchMode,
+    by_places,
     is_random,
     name_of,
     named_leaves,
@@ -406,9 +406,11 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     leaf.arrived = f"skips {value}", leaf.cell.written
 
     def _note_draws(self) -> None:
+        if self.parts:  # a part inside of a layer, such as an embedding that it shares
+            return
         state = _host_generators()
-        if not self.parts and self.passed > 1 and not self.host_drew and state != self._host:
-            self.host_drew = self.parts[-1] if self.parts else _line()
+        if self.passed > 1 and not self.host_drew and state != self._host:
+            self.host_drew = _line()
         self._host = state
 
     def watch_part(self, stack: ExitStack, part: nn.Module, name: str) -> None:

@@ -17,13 +17,12 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from pipegrid.stages.errors import CutError
-from pipegrid.stages.torch_compat import tensors_in
+from pipegrid.stages.torch_compat import is_mask, tensors_in
 
 _aten = torch.ops.aten
 
 OVERWRITING = frozenset({_aten.copy_.default, _aten.zero_.default, _aten.fill_.Scalar, _aten.fill_.Tensor})
 """Operators of which the result does not depend on what the written tensor held."""
-_INDEXING = frozenset({_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default})
 
 
 @define(eq=False)
@@ -180,9 +179,9 @@ def read(func: Any, args: tuple[Any, ...], number: Callable[[torch.dtype], Any])
         return args[0].expand_as(args[0] * args[1]).reshape(-1)
     if func is _aten._grouped_mm.default:  # noqa: SLF001 -- torch knows its shapes in bfloat16 alone
         return args[0].new_empty(_grouped_shape(args[0].shape, args[1].shape, args[2].shape))
-    if func is _aten.index.Tensor and any(_is_mask(index) for index in args[1]):
+    if func is _aten.index.Tensor and any(is_mask(index) for index in args[1]):
         return func(args[0], _every_place(args[1]))
-    if func in (_aten.index_put_.default, _aten.index_put.default) and any(_is_mask(index) for index in args[1]):
+    if func in (_aten.index_put_.default, _aten.index_put.default) and any(is_mask(index) for index in args[1]):
         return args[0] if func is _aten.index_put_.default else torch.empty_like(args[0])
     return NotImplemented
 
@@ -194,28 +193,10 @@ def _grouped_shape(a: torch.Size, b: torch.Size, offsets: torch.Size) -> tuple[i
     return (a[-2], b[-1]) if len(a) != len(b) else (a[0], a[1], b[2])
 
 
-def by_places(func: Any, args: tuple[Any, ...], values: Callable[[Any], Any]) -> tuple[Any, ...]:
-    """The arguments of an index by masks, with the places of masks that have values in their place.
-
-    ``values`` gives the tensor with the values of a mask, or None.
-    """
-    if func not in _INDEXING:
-        return args
-    indices: list[Any] = []
-    for index in args[1]:
-        there = values(index) if _is_mask(index) else None
-        indices.extend([index] if there is None else there.nonzero(as_tuple=True))
-    return (args[0], indices, *args[2:])
-
-
-def _is_mask(index: Any) -> bool:
-    return isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8)
-
-
 def _every_place(indices: list[Any]) -> list[Any]:
     found: list[Any] = []
     for index in indices:
-        if _is_mask(index):
+        if is_mask(index):
             found.extend(torch.empty(index.numel(), dtype=torch.long, device="meta") for _ in range(index.dim()))
         else:
             found.append(index)

@@ -48,6 +48,7 @@ class PositionBuffers:
             is posted after its receive (``late-post``).
 
     Examples:
+        >>> from pipegrid.plans import Action, ActionKind, Edge, lower, one_f_one_b
         >>> message = Message(Action(ActionKind.RECV_F, 1, 0, Edge(0, 1)), sender=0)
         >>> PositionBuffers(lower(one_f_one_b(2, 1)), 1, [Arrival(message, 0, 0, nbytes=8)]).nbytes
         8
@@ -93,6 +94,7 @@ class Buffers:
         by_edge: per position, the slots that a pool for each edge and direction would need.
 
     Examples:
+        >>> from pipegrid.plans import interleaved_1f1b, lower
         >>> buffers = plan_buffers(lower(interleaved_1f1b(4, 8, num_chunks=4)))
         >>> buffers.num_slots, sum(buffers.by_edge)
         (65, 102)

@@ -34,6 +34,7 @@ def plan_buffers(plan: Plan | Proof, *, nbytes: int | Mapping[Edge, int] = 0, ah
         PlanError: the plan has faults, or computes alone; or sizes without one of its edges.
 
     Examples:
+        >>> from pipegrid.plans import lower, one_f_one_b
         >>> print(plan_buffers(lower(one_f_one_b(3, 6)), nbytes=2**20))
         position  messages  a pool per edge  slots      bytes
         --------  --------  ---------------  -----  ---------
@@ -90,6 +91,7 @@ def position_buffers(
         PlanError: sizes without one of the edges.
 
     Examples:
+        >>> from pipegrid.plans import lower, one_f_one_b
         >>> position_buffers(lower(one_f_one_b(3, 6)), 1, lane_of=lambda message: (message.sender, 0)).num_slots
         3
     """

@@ -18,6 +18,7 @@ class Message(NamedTuple):
         sender: the position (with routes, the actor) that it comes from.
 
     Examples:
+        >>> from pipegrid.plans import lower, one_f_one_b
         >>> str(plan_buffers(lower(one_f_one_b(2, 1))).positions[1].arrivals[0].message.receive)
         '1RECV_F0<0'
     """

@@ -268,6 +268,11 @@ class SendQueue:
         while self._sent:
             self._complete_oldest()
 
+    def complete(self, piece: int) -> None:
+        """The message of ``piece`` was answered, so it has left, and those before it: let go of them."""
+        while any(one == piece for one, _, _ in self._sent):
+            self._complete_oldest()
+
     def _complete_oldest(self) -> None:
         piece, action, handle = self._sent.popleft()
         handle.wait(self.deadline)

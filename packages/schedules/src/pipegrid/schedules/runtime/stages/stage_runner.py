@@ -185,6 +185,9 @@ class StageRunner:
         """The state of a piece whose backward begins, once what it has saved is back."""
         live = self.flight.take(piece)
         self._settle()
+        if self.reuses:  # a send that is not seen to have ended holds its payload, which may be in received memory
+            for index in self._answers:
+                self.leaving[index].complete(piece)
         for unread in self._answered:
             if piece in unread.left:
                 unread.end(piece)

@@ -147,7 +147,8 @@ def test_an_evaluation_takes_slots_until_each_forward_is_sent():
 
 def test_offloading_keeps_what_was_received():
     plan = one_f_one_b(2, 4)
-    away = lower(offload(plan, memory_limit=1))
+    away = offload(lower(plan), memory_limit=1)
+    assert any("OFFLOAD" in str(step) for step in away.positions[0])
     assert plan_buffers(away).num_slots == plan_buffers(lower(plan)).num_slots
 
 

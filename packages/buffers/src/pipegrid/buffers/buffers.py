@@ -56,7 +56,7 @@ class PositionBuffers:
 
     plan: Plan = field(repr=False)
     position: int
-    arrivals: tuple[Arrival, ...] = field(converter=tuple, repr=False)
+    arrivals: tuple[Arrival, ...] = field(converter=tuple[Arrival, ...], repr=False)
 
     def __attrs_post_init__(self) -> None:
         faults = faults_of(self.plan, self.position, self.arrivals)
@@ -116,15 +116,15 @@ class Buffers:
         return sum(one.nbytes for one in self.positions)
 
     def __str__(self) -> str:
-        counts = [
-            (one.position, len(one.arrivals), alone, one.num_slots, one.nbytes)
-            for one, alone in zip(self.positions, self.by_edge, strict=True)
+        columns = [
+            [one.position for one in self.positions],
+            [len(one.arrivals) for one in self.positions],
+            [*self.by_edge],
+            [one.num_slots for one in self.positions],
+            [one.nbytes for one in self.positions],
         ]
         shown = 5 if self.nbytes else 4
         header = ("position", "messages", "a pool per edge", "slots", "bytes")[:shown]
-        rows = [*counts, ("all", *map(sum, list(zip(*counts, strict=True))[1:]))]
-        return text_table(
-            header,
-            [[f"{one:,}" if isinstance(one, int) else one for one in row[:shown]] for row in rows],
-            right=range(1, shown),
-        )
+        rows = [[f"{one:,}" for one in row] for row in zip(*columns[:shown], strict=True)]
+        total = ["all", *(f"{sum(column):,}" for column in columns[1:shown])]
+        return text_table(header, [*rows, total], right=range(1, shown))

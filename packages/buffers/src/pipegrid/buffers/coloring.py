@@ -117,7 +117,7 @@ def position_buffers(
         slots[message] = slot
         heappush(busy, (lasts[message], slot, kind))
     arrivals = [Arrival(message, posted[message], slots[message], size_of[message.receive.edge]) for message in lasts]
-    return PositionBuffers(plan, position, tuple(arrivals))
+    return PositionBuffers(plan, position, arrivals)
 
 
 def _sizes(nbytes: int | Mapping[Edge, int], edges: Iterable[Edge | None]) -> dict[Edge | None, int]:
@@ -126,7 +126,7 @@ def _sizes(nbytes: int | Mapping[Edge, int], edges: Iterable[Edge | None]) -> di
     for edge in edges:
         size = nbytes
         if isinstance(nbytes, Mapping):
-            if edge not in nbytes:
+            if edge is None or edge not in nbytes:
                 raise PlanError(
                     f"nbytes has no size of edge {edge}, whose messages come here; give all edges, or one number"
                 )

@@ -3,34 +3,14 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Annotated
 
 from attrs import field, frozen
 
 from pipegrid.buffers.check import faults_of
-from pipegrid.buffers.messages import Message
-from pipegrid.core.fields import Index, checked_fields, instance, integer
+from pipegrid.buffers.messages import Arrival, Message
 from pipegrid.core.tables import text_table
 from pipegrid.plans.errors import PlanError
 from pipegrid.plans.plan import Plan
-
-
-@frozen(field_transformer=checked_fields(PlanError))
-class Arrival:
-    """Where and when a message may arrive.
-
-    Attributes:
-        message: which one.
-        posted: the step of the position in which its receive is posted, from when on it may be written; -1 is before
-            the first.
-        slot: the number of its slot on the position.
-        nbytes: of the message; 0 where that is not known.
-    """
-
-    message: Annotated[Message, instance(Message, "a Message(receive, sender)")]
-    posted: Annotated[int, integer(-1)]
-    slot: Index
-    nbytes: Index = 0
 
 
 @frozen(slots=False)

@@ -10,17 +10,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from pipegrid.buffers.lifetimes import LAST
-from pipegrid.buffers.messages import Message, outputs_taken, received_at
+from pipegrid.buffers.messages import Arrival, Message, outputs_taken, received_at
 from pipegrid.core.edge import Edge
 from pipegrid.plans.errors import Fault
 from pipegrid.plans.plan import Action, ActionKind, Plan, actions_of
 from pipegrid.plans.plan.dataflow import BACKWARD, FORWARD, dataflow_of
-
-if TYPE_CHECKING:
-    from pipegrid.buffers.buffers import Arrival
 
 F, B, I = ActionKind.F, ActionKind.B, ActionKind.I
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from heapq import heappop, heappush
 
-from pipegrid.buffers.buffers import Arrival, Buffers, PositionBuffers
+from pipegrid.buffers.buffers import Buffers, PositionBuffers
 from pipegrid.buffers.lifetimes import lifetimes, posts
-from pipegrid.buffers.messages import Message
+from pipegrid.buffers.messages import Arrival, Message
 from pipegrid.core.edge import Edge
 from pipegrid.core.fields import Index, checked
 from pipegrid.plans.errors import PlanError

@@ -1,11 +1,15 @@
-"""The messages that one position receives, in the order of its plan."""
+"""The messages that one position receives, in the order of its plan, and where they may arrive."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
+
+from attrs import frozen
 
 from pipegrid.core.edge import Direction
+from pipegrid.core.fields import Index, checked_fields, instance, integer
+from pipegrid.plans.errors import PlanError
 from pipegrid.plans.plan import Action, ActionKind, Plan, actions_of
 from pipegrid.plans.plan.dataflow import Dataflow, EdgeFlow
 
@@ -25,6 +29,24 @@ class Message(NamedTuple):
 
     receive: Action
     sender: int
+
+
+@frozen(field_transformer=checked_fields(PlanError))
+class Arrival:
+    """Where and when a message may arrive.
+
+    Attributes:
+        message: which one.
+        posted: the step of the position in which its receive is posted, from when on it may be written; -1 is before
+            the first.
+        slot: the number of its slot on the position.
+        nbytes: of the message; 0 where that is not known.
+    """
+
+    message: Annotated[Message, instance(Message, "a Message(receive, sender)")]
+    posted: Annotated[int, integer(-1)]
+    slot: Index
+    nbytes: Index = 0
 
 
 class Received(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from pipegrid.buffers import Message, PositionBuffers
     from pipegrid.plans.plan import Plan
     from pipegrid.transport.base import Communicator
-
-Call: TypeAlias = Callable[[], None]
 
 
 class BoundPosition:
@@ -260,9 +258,9 @@ class BoundPosition:
 
     # Received memory that takes message after message
 
-    def _find_ends(self) -> dict[int, list[Call]]:
+    def _find_ends(self) -> dict[int, list[Callable[[], None]]]:
         """What gives back received memory, by the step after which nothing reads it."""
-        found: dict[int, list[Call]] = {}
+        found: dict[int, list[Callable[[], None]]] = {}
         for message, life in lifetimes(self.plan, self._flows.flows, self.number).items():
             queue, piece = self._queue_of(message), self.plan.piece_of(message.receive)
             if life.last is not None and piece not in queue.lends:
@@ -270,7 +268,7 @@ class BoundPosition:
                 found.setdefault(life.last, []).append(partial(RecvQueue.give_back, queue, piece))
         return found
 
-    def ends_after(self, step: int) -> Sequence[Call]:
+    def ends_after(self, step: int) -> Sequence[Callable[[], None]]:
         """What gives back the memory that is read in ``step`` for the last time."""
         return self._ends.get(step, ())
 

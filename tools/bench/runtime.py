@@ -14,7 +14,8 @@ stand the quartiles, between which half of the rounds lie: far apart, they say t
 - emulated: stages that sleep for F, I and W. The best step is to be within 3% of what `simulate` says, given what
   an action and a hop took in that step, and at most torch's best.
 - real: a transformer of some 10 million parameters. Bound: 1.0 of torch.
-- memory: the peak of the bytes that autograd keeps; it is to be the plan's own figure.
+- memory: the peak of the bytes that autograd keeps, and the bytes in which messages arrive with reuse_buffers; both are
+  to be the plan's own figures.
 - stepping: an empty step by the step function, over the same by `PipelineRuntime.step`. Bound: 1.05.
 - reduction: a step of dp 2 x pp 2 whose gradients are reduced during the last backward, over one that reduces after
   it. Bound: 1.0. Beside it the floor: the longer of the step without reductions, and the reductions alone.

@@ -306,6 +306,18 @@ def test_verify_prints_the_fewest_communicators(tmp_path, capsys):
     assert second == "  0: positions 0, 1, 2: F0>1 B1>0 F1>2 B2>1"
 
 
+def test_show_and_verify_print_the_slots_of_messages(tmp_path, capsys):
+    assert main(["show", "interleaved_1f1b", "--pp", "4", "--chunks", "4", "--microbatches", "8", "--buffers"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].split() == ["all", "240", "102", "65"]
+    plan, orders = tmp_path / "plan.txt", tmp_path / "orders.json"
+    plan.write_text(str(lower(one_f_one_b(3, 6))))
+    assert main(["verify", str(plan), "--buffers"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].split() == ["all", "24", "5", "5"]
+    orders.write_text('{"ranks": [["0SEND_F0"], ["1RECV_F0"]], "placement": [0, 1]}')
+    assert main(["verify", str(orders), "--buffers"]) == 2
+    assert "--buffers is for plans" in capsys.readouterr().err
+
+
 def test_verify_draws_what_it_plays(tmp_path, capsys):
     plan, picture, page = (tmp_path / f"plan.{end}" for end in ("txt", "svg", "html"))
     plan.write_text(str(lower(one_f_one_b(2, 2))))

@@ -89,12 +89,13 @@ def _loss(output: Tensor, target: Tensor) -> Tensor:
 class Kept:
     """What one rank reports: per runner the peak and what was left at the end, in bytes; per stage, of one microbatch.
 
-    ``outcome`` holds notes alone.
+    ``outcome`` holds notes alone. ``received``: `Ours.received`.
     """
 
     outcome: Outcome
     peaks: dict[str, tuple[int, int]]
     stages: dict[int, int]
+    received: tuple[int, int] = (0, 0)
 
 
 def measure(row: Row, rank: int, device: torch.device, *, microbatches: int) -> Kept:
@@ -108,8 +109,9 @@ def measure(row: Row, rank: int, device: torch.device, *, microbatches: int) -> 
     if not isinstance(compared, Compared):
         return Kept(compared, {}, stages)
     peaks = {name: _peak(job, runner) for name, runner in compared.runners.items()}
+    received = compared.ours.received(steps=3)
     compared.ours.close()
-    return Kept(Outcome({}, compared.notes), peaks, stages)
+    return Kept(Outcome({}, compared.notes), peaks, stages, received)
 
 
 def _of_one(job: Job, stage: int) -> int:
@@ -148,13 +150,18 @@ def report(row: Row, ranks: Sequence[Kept], *, microbatches: int) -> tuple[bool,
     predicted = [round(peak) for peak in simulate(plan, costs).peaks()]
     measured = [rank.peaks["ours"][0] for rank in ranks]
     left = [rank.peaks["ours"][1] for rank in ranks]
-    good = measured == predicted and not any(left)
+    received, slots = ([rank.received[at] for rank in ranks] for at in (0, 1))
+    good = measured == predicted and received == slots and not any(left)
     lines = [
         f"  {row.name:<18}{'plan':<8}{_cells(predicted)}",
         f"  {'':<18}{'ours':<8}{_cells(measured)}  {'equal' if measured == predicted else 'DIFFERENT'}",
     ]
     if any(left):
         lines.append(f"  {'':<18}{'left':<8}{_cells(left)}  after the step")
+    lines += [
+        f"  {'':<18}{'slots':<8}{_cells(slots)}  of received messages, reuse_buffers=True",
+        f"  {'':<18}{'ours':<8}{_cells(received)}  {'equal' if received == slots else 'DIFFERENT'}",
+    ]
     if all("torch" in rank.peaks for rank in ranks):
         lines.append(f"  {'':<18}{'torch':<8}{_cells([rank.peaks['torch'][0] for rank in ranks])}")
     return good, [*lines, *shown(remarks)]

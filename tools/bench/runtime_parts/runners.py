@@ -79,6 +79,22 @@ class Ours:
         """The same with a hook around each action."""
         return self._made((hook,))
 
+    def received(self, steps: int) -> tuple[int, int]:
+        """Bytes that ``steps`` with ``reuse_buffers`` allocate for received messages, and what the plan says."""
+        job = self.job
+        stages = {stage: ChainStage(job, stage, module) for stage, module in job.modules.items()}
+        runtime = PipelineRuntime(job.plan, stages, self.communicator, reuse_buffers=True)
+        nbytes = torch.Size(job.shape).numel() * torch.float32.itemsize
+        before = self._allocations()
+        for _ in range(steps):
+            runtime.step()
+        return (self._allocations() - before) * nbytes, runtime.buffers.num_slots * nbytes
+
+    def _allocations(self) -> int:
+        here = dist.get_rank()
+        ends = [lane for spec, lane in self.communicator.lanes.items() if spec.destination == here]
+        return sum(lane.stats.allocations for lane in ends)
+
     def close(self) -> None:
         """Free the lanes."""
         self.communicator.close()

@@ -291,19 +291,20 @@ class OneMessage(Communicator):
 
 
 @given(st.permutations(range(3)))
-def test_a_buffer_goes_back_when_the_last_piece_has_given_it_back(order):
+def test_pieces_are_lent_one_memory_which_goes_back_unless_one_of_them_has_kept_it(order):
     message = Buffered(torch.ones(2, requires_grad=True))
     queue = RecvQueue(Edge(0, 1), Direction.FORWARD, OneMessage(message))
-    queue.lends = True
+    queue.lends.add(0)
     lent = LentQueue(queue, SharedCalls(dict.fromkeys(range(3), 0)))
-    queue.receive(0, parse_action("1RECV_F0<0"))
-    taken = [lent.take(piece) for piece in order]
-    assert len({id(one) for one in taken}) == 3
-    assert all(one.requires_grad and one.data_ptr() == message.payload.data_ptr() for one in taken)
-    for number, piece in enumerate(order):
-        assert message.released == 0, number
-        lent.give_back(piece)
-    assert message.released == 1
+    for kept in (True, False):
+        queue.receive(0, parse_action("1RECV_F0<0"))
+        lent.begin()
+        taken = [lent.take(piece) for piece in order]
+        assert len({id(one) for one in taken}) == 3
+        assert all(one.requires_grad and one.data_ptr() == message.payload.data_ptr() for one in taken)
+        del taken[kept:]
+        queue.give_back(0)
+        assert message.released == (not kept)
 
 
 def test_a_sum_leaves_when_its_last_piece_is_there():

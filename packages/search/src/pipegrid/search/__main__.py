@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
+from pipegrid.buffers import plan_buffers
 from pipegrid.core.fields import Count, checked
 from pipegrid.core.order import ORDER_MODELS
 from pipegrid.core.parser import Parser
@@ -150,6 +151,8 @@ def show(arguments: argparse.Namespace) -> int:
     if arguments.plan:
         write_plan(plan, arguments.plan)
     print(terminal_timeline(drawn), end="")
+    if arguments.buffers:
+        print(plan_buffers(plan if plan.has_communication else lower(plan)))
     return 0
 
 
@@ -253,6 +256,8 @@ def verdicts_of(path: Path, arguments: argparse.Namespace) -> Iterator[Verdict]:
     if isinstance(plan, Orders):
         if arguments.communicators:
             raise PlanError(f"--communicators is for plans, whose lanes may be placed; {path} has orders")
+        if arguments.buffers:
+            raise PlanError(f"--buffers is for plans, which say until when a message is read; {path} has orders")
         yield from verdicts_of_orders(plan, path, arguments)
         return
     try:
@@ -271,6 +276,8 @@ def verdicts_of(path: Path, arguments: argparse.Namespace) -> Iterator[Verdict]:
         return
     yield "verify", str(proof), True
     lowered = plan if plan.has_communication else lower(plan)
+    if arguments.buffers:
+        yield "buffers", str(plan_buffers(lowered)), True
     if arguments.communicators:
         yield "communicators", str(fewest_communicators(lowered, *(arguments.order or ()))), True
     if arguments.order or arguments.svg or arguments.html:
@@ -367,6 +374,7 @@ def parser() -> argparse.ArgumentParser:
     draw = commands.add_parser("show", parents=[plans], help="draw a named schedule, or the plan in a file")
     draw.add_argument("--unit", default="", help="unit of the costs, s for seconds")
     draw.add_argument("--lower", action="store_true", help="add the communication, and draw it")
+    draw.add_argument("--buffers", action="store_true", help="the slots in which messages can arrive, by position")
     draw.add_argument("--svg", type=Path, help="write a picture")
     draw.add_argument("--html", type=Path, help="write a page: zoom, hover, follow a microbatch")
     draw.add_argument("--arrows", action="store_true", help="draw every message in the picture")
@@ -402,6 +410,7 @@ def parser() -> argparse.ArgumentParser:
         action="store_true",
         help="plans: the fewest communicators per rank",
     )
+    prove.add_argument("--buffers", action="store_true", help="plans: the slots in which messages can arrive")
     prove.add_argument("--junit", type=Path, metavar="FILE", help="write the verdicts as JUnit XML, for CI")
     prove.add_argument("--pictures", type=Path, metavar="DIR", help="write a picture of each file that hangs")
     prove.set_defaults(run=verify_files)

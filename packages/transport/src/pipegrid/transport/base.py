@@ -46,11 +46,13 @@ class Verbs:
 
     Attributes:
         ahead: receives that may be posted before their turn in a plan.
+        takes_slots: whether ``irecv`` takes the ``slot`` in which a message is to arrive, as that of a lane does.
     """
 
     isend: Callable[[Payload], Handle]
     irecv: Callable[..., ReceiveHandle]
     ahead: int = 0
+    takes_slots: bool = False
 
 
 class Communicator:

@@ -66,11 +66,11 @@ class ActorFlows:
         others = sorted(other for here, other in links if here == self.actor)
         local = flow.group is None
         return [
-            Way(flow.edge, flow.direction, self._other_replica(other), local and other == self.actor)
-            for other in others
+            Way(flow.edge, flow.direction, self.replica_of(other), local and other == self.actor) for other in others
         ]
 
-    def _other_replica(self, actor: int) -> int | None:
+    def replica_of(self, actor: int) -> int | None:
+        """The replica of another actor; None is this one's own."""
         replica = actor // self.plan.positions_each
         return None if replica == self.actor // self.plan.positions_each else replica
 
@@ -108,5 +108,5 @@ class ActorFlows:
     def _by_unit(self, flow: EdgeFlow, message: int) -> Iterable[Way]:
         first: dict[int | None, int] = {}  # by replica
         for place in flow.destinations:
-            first.setdefault(self._other_replica(place), flow.users(message, place)[0])
+            first.setdefault(self.replica_of(place), flow.users(message, place)[0])
         return sorted(dict.fromkeys(self._ways(flow, sends=True)), key=lambda way: first[way.replica])

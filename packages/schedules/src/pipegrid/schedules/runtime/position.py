@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pipegrid.buffers import position_buffers
+from pipegrid.buffers.lifetimes import lifetimes
 from pipegrid.core.edge import Direction, Edge
 from pipegrid.plans.plan import OFFLOADING, Action, ActionKind
 from pipegrid.schedules.runtime.passages import ActorFlows, Passage, Way
@@ -19,8 +22,10 @@ from pipegrid.schedules.runtime.stages.shared_calls import LentQueue, SharedCall
 from pipegrid.schedules.runtime.stages.stage import Stage
 from pipegrid.schedules.runtime.stages.stage_runner import StageRunner
 from pipegrid.transport import streams
+from pipegrid.transport.messages.slot import Slot
 
 if TYPE_CHECKING:
+    from pipegrid.buffers import Message, PositionBuffers
     from pipegrid.plans.plan import Plan
     from pipegrid.transport.base import Communicator
 
@@ -73,6 +78,9 @@ class BoundPosition:
             if action.kind in (ActionKind.RECV_F, ActionKind.RECV_B):
                 for queue in self.receives_of(action):
                     queue.expected += 1
+        self._ends = self._find_ends() if reuse_buffers else {}
+        self._slots: dict[int, Slot] = {}
+        self._in_order: dict[ReceivesAhead, list[Slot | None]] = {}
         self._receiving = tuple([queue for queue in self.receives.values() if queue.expected])
         self._lent: dict[Way, LentQueue] = {}
         self._summed: dict[Way, SummedQueue] = {}
@@ -155,11 +163,6 @@ class BoundPosition:
         carries = self.plan.gradient_edges
         leaving = [self.sends[way] for way in passage.leaving]
         trains = number not in self.plan.forward_only
-        # An output may be a view of an input. One that left by message, and whose gradient has come back, was read;
-        # one that was handed over on this position may be needed longer, by the W of the stage that has it.
-        reuses = self._reuse and trains and all(way.edge in carries and not way.local for way in passage.leaving)
-        for way in passage.arriving:
-            self.receives[way].lends |= reuses and not way.local
         return StageRunner(
             number,
             stage,
@@ -176,7 +179,7 @@ class BoundPosition:
             deallocation=deallocation,
             reduced_by_plan=number in self.sharded,
             declared=self._job.payload_edges,
-            reuses=reuses,
+            reuses=self._reuse,
             first=first,
             skipped=frozenset(edges).difference(way.edge for way in passage.leaving),
         )
@@ -249,8 +252,71 @@ class BoundPosition:
             count = queue.expected if training or queue.direction is Direction.FORWARD else 0
             ahead = queue.ahead or self._bind(queue)
             expected[ahead] = expected.get(ahead, 0) + count
+        if training and self._reuse:
+            self._make_slots()
         for ahead, count in expected.items():
-            ahead.start(count)
+            ahead.start(count, self._in_order.get(ahead, ()) if training else ())
+
+    # Received memory that takes message after message
+
+    def _find_ends(self) -> dict[int, list[Callable[[], None]]]:
+        """What gives back received memory, by the step after which nothing reads it."""
+        found: dict[int, list[Callable[[], None]]] = {}
+        for message, life in lifetimes(self.plan, self._flows.flows, self.number).items():
+            queue, piece = self._queue_of(message), self.plan.piece_of(message.receive)
+            if life.last is not None and piece not in queue.lends:
+                queue.lends.add(piece)
+                found.setdefault(life.last, []).append(partial(RecvQueue.give_back, queue, piece))
+        return found
+
+    def ends_after(self, step: int) -> Sequence[Callable[[], None]]:
+        """What gives back the memory that is read in ``step`` for the last time."""
+        return self._ends.get(step, ())
+
+    def _queue_of(self, message: Message) -> RecvQueue:
+        replica = self._flows.replica_of(message.sender)
+        queues = self.receives_of(message.receive)
+        return next(queue for queue in queues if queue.replica == replica)
+
+    @cached_property
+    def buffers(self) -> PositionBuffers:
+        """The slots of the messages that come here, where the communicator's ports take them."""
+
+        def lane_of(message: Message) -> tuple[object, int] | None:
+            queue = self._queue_of(message)
+            ahead = queue.ahead or self._bind(queue)
+            return (ahead, ahead.most) if ahead.takes_slots else None
+
+        return position_buffers(self.plan, self.number, lane_of=lane_of, flows=self._flows.flows)
+
+    @property
+    def slots(self) -> Mapping[int, Slot]:
+        """The memory of the slots of `buffers`, once a step has begun."""
+        return self._slots
+
+    def describe_slots(self) -> list[str]:
+        """The slots in words, once a step has begun; which messages have none."""
+        if not self._slots:
+            return []
+        count, slotted = sum(queue.expected for queue in self._receiving), len(self.buffers.arrivals)
+        nbytes = sum(slot.nbytes for slot in self._slots.values())
+        line = f"received: {slotted} of {count} messages of a step in {len(self._slots)} slots, {nbytes:,} bytes"
+        others = sorted({str(queue.edge) for queue in self._receiving if len(queue.slots) < queue.expected})
+        return [line + (f"; edges {', '.join(others)} have memory of their own" if others else "")]
+
+    def _make_slots(self) -> None:
+        """Once: the memory of each message's slot, by lane in the order in which its receives are posted."""
+        if self._in_order or not self.buffers.arrivals:
+            return
+        self._slots = {number: Slot() for number in sorted(self.buffers.sizes)}
+        for message, slot in self.buffers.slot_of.items():
+            self._queue_of(message).slots[self.plan.piece_of(message.receive)] = self._slots[slot]
+        for action in self.actions:
+            if action.kind in (ActionKind.RECV_F, ActionKind.RECV_B):
+                for queue in self.receives_of(action):
+                    assert queue.ahead is not None  # by `start`
+                    own = queue.slots.get(self.plan.piece_of(action))
+                    self._in_order.setdefault(queue.ahead, []).append(own)
 
     def _bind(self, queue: RecvQueue) -> ReceivesAhead:
         """Have the queues of one port, which are of several edges between two ranks, post in one order."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 
-from attrs import define, frozen
+from attrs import define, evolve, frozen
 
 from pipegrid.core.edge import Direction
 from pipegrid.core.errors import StepArgumentError
@@ -97,10 +97,14 @@ def programs(
     if paired is not None:
         _require_interleavable(at)
     steps = [[bind(at, action, registered) for action in actions_of(step)] for step in at.plan.positions[at.number]]
+    forwards_of = [list(bounds) for bounds in steps]
+    for number, bounds in enumerate(steps):
+        if ends := at.ends_after(number):
+            bounds[-1] = evolve(bounds[-1], after=tuple(ends))
     gathers = in_evaluation([bounds[0].action for bounds in steps])
     forwards = [
         [bound for bound in bounds if place in gathers or _goes_forward(bound.action)]
-        for place, bounds in enumerate(steps)
+        for place, bounds in enumerate(forwards_of)
     ]
     return _program(at, steps, hooks, paired), _program(at, forwards, hooks, paired)
 
@@ -142,7 +146,7 @@ def _program(
                 made = [partial(together, paired, pair, [in_turn(own) for own in runs])]
             elif at_once:
                 made = [batched(at, made)]
-            made = [*waits, *made]
+            made = [*waits, *made, *(call for bound in part for call in bound.after)]
             calls += made
             step_of += [number] * len(made)
     return Program(tuple(calls), tuple(tuple(bound.action for bound in bounds) for bounds in steps), tuple(step_of))

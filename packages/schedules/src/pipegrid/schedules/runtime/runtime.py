@@ -49,6 +49,7 @@ from pipegrid.transport.base import as_communicator
 from pipegrid.transport.streams import has_streams
 
 if TYPE_CHECKING:
+    from pipegrid.buffers import PositionBuffers
     from pipegrid.core.edge import Edge
     from pipegrid.monitor import Monitor
     from pipegrid.plans.plan import Action, Plan
@@ -92,9 +93,11 @@ class PipelineRuntime:
         reducers: the effect of a ``REDUCE``, by its group (tied parameters), or by stage where it has none (with
             routes, the gradients of the stage over its replicas).
         deallocate_outputs: free the storage of an activation after its send, even if other objects still hold it.
-        reuse_buffers: the buffer of a received activation takes another one after the backward of its microbatch. A
-            stage must not keep what it received beyond that, nor a view of it. Bridges between modules allocate all
-            the same.
+        reuse_buffers: messages arrive in the fewest slots that the plan needs (`buffers`), over all lanes and both
+            directions: from the first step on each has one memory in all steps. A stage must not keep an activation or
+            a gradient that it received beyond its backward; a view of one that is kept costs the slot new memory.
+            Messages whose shapes vary arrive in memory of their lane, which is used again likewise. Bridges between
+            modules, ways to other replicas, collectives and evaluations allocate all the same.
         deadline: seconds that any one transfer may take; None leaves it to the communicator.
         loss_scale: applied to a loss before its backward (mixed precision).
         monitor: publishes this rank's place in the plan, enforces deadlines and relays failures.
@@ -189,6 +192,14 @@ class PipelineRuntime:
         """This rank's place in the plan, for errors and the monitor."""
         return self._cursor.where
 
+    @property
+    def buffers(self) -> PositionBuffers:
+        """The slots in which messages arrive here with ``reuse_buffers``, proved; messages without one have their own.
+
+        The same with each communicator whose lanes post equally many receives before their turn.
+        """
+        return self._bound.buffers
+
     def register(self, kind: ActionKind | str, function: Effect | PairEffect) -> None:
         """Have ``function(action, run)`` called in place of each action of ``kind``, from the next step on.
 
@@ -229,11 +240,13 @@ class PipelineRuntime:
             self._one_step.release()
 
     def describe(self) -> str:
-        """What is proved of the plan and, after a step, which stages do not run their backwards in halves as planned.
+        """What is proved of the plan and, after a step, the memory of received messages where that is used again.
+
+        And which stages do not run their backwards in halves as planned.
 
         The cost of that is in forwards of a position, where ``F``, ``I`` and ``W`` take one each.
         """
-        lines = [str(self.proof)]
+        lines = [str(self.proof), *self._bound.describe_slots()]
         whole = [number for number, own in self._bound.runners.items() if any(runner.compiled for runner in own)]
         if whole:
             costs, count = unit_costs(self.plan), self.plan.num_stages

@@ -20,6 +20,7 @@ from pipegrid.transport.messages.payload import (
     plain_message,
     receive_buffers,
 )
+from pipegrid.transport.messages.slot import buffers_in
 from pipegrid.transport.streams import working_on
 
 _BUFFERS_KEPT = 64  # signatures, where shapes vary
@@ -176,9 +177,10 @@ class Incoming:
             self.plain = message, self._buffers_of(ReceiveTransfer(transfer.lane), message.signature)
 
     def _fill(self, transfer: ReceiveTransfer, buffers: ReceiveBuffers) -> None:
+        own = buffers_in(buffers, transfer.slot)
         with working_on(transfer.stream):
-            transfer.tensors = buffers.take()
-        transfer.buffers = buffers
+            transfer.tensors = own.take()
+        transfer.buffers = own
 
     def _buffers_of(self, transfer: ReceiveTransfer, signature: Signature) -> ReceiveBuffers:
         """The buffers of a message in the form that its receiver expects.

@@ -39,6 +39,7 @@ from pipegrid.transport.lane.transfers import LaneTransfers
 from pipegrid.transport.messages.handle import ReceiveTransfer, State, Transfer
 from pipegrid.transport.messages.message import StepShapes
 from pipegrid.transport.messages.payload import ReceiveBuffers, carried
+from pipegrid.transport.messages.slot import Slot, SlotBuffers, buffers_in
 from pipegrid.transport.streams import current_stream, has_streams, used_here, working_on
 from pipegrid.transport.waits.wait_lock import BackgroundThread
 
@@ -122,6 +123,11 @@ class Lane:
         return self.config.receives_ahead if one_by_one else 0
 
     @property
+    def takes_slots(self) -> bool:
+        """Whether a receive can be posted to a slot: where all messages have one shape, as agreed or given."""
+        return self.incoming.contract.stands
+
+    @property
     def stats(self) -> LaneStats:
         """The counts of this end so far."""
         tally = self.tally
@@ -198,20 +204,24 @@ class Lane:
         submit(transfer)
         return transfer
 
-    def irecv(self, shapes: Any = None, *, attended: bool = False) -> ReceiveTransfer:
+    def irecv(self, shapes: Any = None, *, attended: bool = False, slot: Slot | None = None) -> ReceiveTransfer:
         """Start receiving the next message.
 
         Args:
             shapes: one shape for one tensor, a list of shapes (None where no tensor comes) for a list; None takes the
                 message as it was sent. Where shapes vary, only the form counts: one tensor, or a list of so many.
             attended: the caller waits for it before anything else, so no thread needs to look after its header.
+            slot: where it arrives; None is memory of the lane. For lanes with `takes_slots`.
 
         Raises:
-            P2PUsageError: this rank is not the destination, or shapes are missing (with ``shapes="given"``).
+            P2PUsageError: this rank is not the destination, or shapes are missing (with ``shapes="given"``); the slot
+                has a message that is not released, or shapes vary on the lane.
             P2PMismatchError: the announced message differs; the lane is dead on both sides.
             P2PLaneDeadError: the lane has failed before.
         """
         plain, submit, early = self.incoming.plain, self._submit, self._early
+        if slot is not None:
+            self._reserve(slot)
         if early:
             if shapes is not None and plain is not None and plain[0].shape != shapes:
                 raise P2PUsageError(
@@ -226,24 +236,31 @@ class Lane:
             and (not self._needs_shapes if shapes is None else plain[0].shape == shapes)
             and (not submit.pending or get_ident() not in submit.pending)
         ):
-            posted = self._receive_plain(plain[1], submit)
+            posted = self._receive_plain(buffers_in(plain[1], slot), submit)
         else:
-            posted = self._receive(shapes, attended=attended)
+            posted = self._receive(shapes, attended=attended, slot=slot)
         if not early:
             return posted
         self._later -= 1
         early.append(posted)
         return early.popleft()
 
-    def _receive(self, shapes: Any, *, attended: bool = False) -> ReceiveTransfer:
+    def _reserve(self, slot: Slot) -> None:
+        if not self.takes_slots:
+            raise P2PUsageError(
+                f"lane {self.spec} has shapes={self.config.shape_mode!r}, a receive to a slot needs shapes that stay"
+            )
+        slot.reserve()
+
+    def _receive(self, shapes: Any, *, attended: bool = False, slot: Slot | None = None) -> ReceiveTransfer:
         self._require_usable(sending=False)
         transfer = ReceiveTransfer(self)
-        transfer.attended = attended
+        transfer.attended, transfer.slot = attended, slot
         self.incoming.expect(transfer, shapes)
         self._submit(transfer)
         return transfer
 
-    def _receive_plain(self, buffers: ReceiveBuffers, submit: Submitter) -> ReceiveTransfer:
+    def _receive_plain(self, buffers: ReceiveBuffers | SlotBuffers, submit: Submitter) -> ReceiveTransfer:
         """Post the receive of a plain message; its payload is made while it travels."""
         with submit.lock:
             try:

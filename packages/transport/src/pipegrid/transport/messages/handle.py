@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from pipegrid.core.spec import LaneSpec
     from pipegrid.transport.messages.message import Signature
     from pipegrid.transport.messages.payload import ExpectedShape
+    from pipegrid.transport.messages.slot import Slot
 
 
 class State(enum.Enum):
@@ -194,6 +195,7 @@ class ReceiveTransfer(Transfer):
     expected: ExpectedShape | None = None  # by the caller, where given
     buffers: Buffers | None = None  # once the shapes are known
     _payload: Any = _UNBUILT
+    slot: Slot | None = None  # where it is to arrive, if not in memory of the lane
     attended: bool = False  # the caller waits at once and reads the header itself, not the lane's thread
 
     sending = False

@@ -218,12 +218,13 @@ class ReceiveBuffers:
 
     Attributes:
         nbytes: bytes of a message.
+        device: where they are.
     """
 
     def __init__(self, signature: Signature, tree: Tree, device: torch.device, tally: Tally) -> None:
         self.signature = signature
         self._tree = tree
-        self._device = device
+        self.device = device
         self._tally = tally
         self._leaves = [
             (spec.shape, dtype_of(spec), wanted and (dtype_of(spec).is_floating_point or dtype_of(spec).is_complex))
@@ -242,23 +243,23 @@ class ReceiveBuffers:
         if self._free:
             tensors, events = self._free.pop()
             if events:
-                follow(events, self._device)
+                follow(events, self.device)
             return tensors
+        return self.new()
+
+    def new(self) -> Sequence[Tensor]:
+        """Buffers that no message has had."""
         self._tally.allocations += 1
         spare, self._spare = self._spare, None
         return spare or self._new()
 
     def release(self, tensors: Sequence[Tensor], events: Sequence[Any]) -> None:
         """Take back the buffers of a message; their next use comes after ``events``."""
-        for tensor in tensors:
-            if tensor.requires_grad or tensor.grad is not None:  # the gradients and the graph of the last message
-                tensors = [tensor.detach() for tensor in tensors]
-                break
-        self._free.append((tensors, events))
+        self._free.append((without_history(tensors), events))
 
     def keep(self) -> None:
         """Prepare for many messages of the signature."""
-        self._templates = [torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype, _ in self._leaves]
+        self._templates = [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype, _ in self._leaves]
         for template in self._templates:
             template.untyped_storage().resize_(0)
         self._prepares = 0 < self.nbytes <= _SMALL_BYTES
@@ -270,7 +271,7 @@ class ReceiveBuffers:
                 return self._new()
         if self._templates:
             return list(map(torch.empty_like, self._templates))
-        return [torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype, _ in self._leaves]
+        return [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype, _ in self._leaves]
 
     def payload(self, tensors: Sequence[Tensor], *, prepare: bool = False) -> Any:
         """The payload over these tensors: those that can have gradients require them, as the sender marked.
@@ -285,6 +286,14 @@ class ReceiveBuffers:
             if requires_grad:
                 tensor.requires_grad_()
         return unflatten(self._tree, tensors)
+
+
+def without_history(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The same memory without the gradients and the graph of the last message."""
+    for tensor in tensors:
+        if tensor.requires_grad or tensor.grad is not None:
+            return [tensor.detach() for tensor in tensors]
+    return tensors
 
 
 def receive_buffers(

@@ -6,7 +6,7 @@ A piece is a microbatch, or one slice of it where a plan cuts microbatches along
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,13 +14,15 @@ from attrs import define, field
 
 from pipegrid.autograd import free_storage
 from pipegrid.core.edge import Direction, Edge
-from pipegrid.schedules.runtime.stages.unread import Aliased, Unread
+from pipegrid.schedules.runtime.stages.payloads import flatten
+from pipegrid.schedules.runtime.stages.unread import Aliased, Unread, is_shared
 from pipegrid.transport.protocol import ReusableReceive
 
 if TYPE_CHECKING:
     from pipegrid.plans.plan.actions import Action
     from pipegrid.schedules.runtime.stages.hooks import MessageHook
     from pipegrid.transport.base import Communicator, Port
+    from pipegrid.transport.messages.slot import Slot
     from pipegrid.transport.protocol import Handle, Payload, ReceiveHandle
 
 _UNDER_WAY = 2
@@ -60,17 +62,36 @@ class ReceivesAhead:
     early: deque[ReceiveHandle] = field(factory=deque, init=False)
     irecv: Callable[[], ReceiveHandle] = field(init=False)
     unposted: int = field(default=0, init=False)
+    _slots: Iterator[Slot | None] = field(init=False, factory=lambda: iter(()))
 
     def __attrs_post_init__(self) -> None:
         self.irecv = self.port.irecv
 
-    def start(self, expected: int) -> None:
-        """Post the first ones of a step that ``expected`` so many."""
+    @property
+    def takes_slots(self) -> bool:
+        """Whether its receives can be posted to slots."""
+        return getattr(self.port, "takes_slots", False)
+
+    @property
+    def most(self) -> int:
+        """How many are posted before their turn."""
+        return getattr(self.port, "ahead", 0)
+
+    def start(self, expected: int, slots: Sequence[Slot | None] = ()) -> None:
+        """Post the first ones of a step that ``expected`` so many; ``slots``: where they are to arrive, in order."""
+        if slots:
+            self._slots = iter(slots)
+        self.irecv = self._to_slot if slots else self.port.irecv
         first = min(getattr(self.port, "ahead", 0), expected)
         self.unposted = expected - first
         self.early.clear()
         for _ in range(first):
             self.early.append(self.irecv())
+
+    def _to_slot(self) -> ReceiveHandle:
+        slot = next(self._slots)
+        receive: Callable[..., ReceiveHandle] = self.port.irecv
+        return receive() if slot is None else receive(slot=slot)
 
 
 @define(eq=False)
@@ -90,10 +111,12 @@ class RecvQueue:
     deadline: float | None = None
     hooks: Sequence[MessageHook] = ()
     local: bool = False
-    lends: bool = False
-    """Receive buffers return to the communicator after the backward of their piece."""
+    lends: set[int] = field(factory=set, init=False)
+    """The pieces whose buffers the plan gives back, where nothing reads them any more."""
+    slots: dict[int, Slot] = field(factory=dict, init=False)
+    """Where pieces arrive, if not in memory of a lane."""
     ahead: ReceivesAhead | None = field(default=None, init=False)
-    _lent: dict[int, ReusableReceive] = field(factory=dict, init=False)
+    _lent: dict[int, tuple[ReusableReceive, Payload]] = field(factory=dict, init=False)
     unread: Unread | None = None
     """The payloads of a stage on the same position."""
     replica: int | None = None
@@ -148,15 +171,20 @@ class RecvQueue:
         if self.hooks:
             for hook in self.hooks:
                 hook.completed(action)
-        if self.lends and isinstance(handle, ReusableReceive):
-            self._lent[piece] = handle
+        if piece in self.lends and isinstance(handle, ReusableReceive):
+            self._lent[piece] = handle, payload
         return payload
 
     def give_back(self, piece: int) -> None:
-        """Return the buffers of ``piece`` to the communicator."""
-        handle = self._lent.pop(piece, None)
-        if handle is not None:
+        """Nothing reads what ``piece`` has received any more: another message may arrive there."""
+        lent = self._lent.pop(piece, None)
+        if lent is None:
+            return
+        handle, payload = lent
+        if not any(is_shared(tensor) for tensor in flatten(payload) if tensor is not None):
             handle.release()
+        elif piece in self.slots:  # something in the stage has kept it, and may keep it
+            self.slots[piece].leave()
 
 
 @define(eq=False)
@@ -238,6 +266,10 @@ class SendQueue:
     def settle(self) -> None:
         """Wait until every message has left."""
         self._complete(len(self._sent))
+
+    def complete(self, piece: int) -> None:
+        """Let go of the message of ``piece``, which was answered, so it has left, and of those before it."""
+        self._complete(max((place for place, (one, _, _) in enumerate(self._sent, 1) if one == piece), default=0))
 
     def _complete(self, count: int) -> None:
         """Wait for the oldest ``count`` sends."""

@@ -49,21 +49,14 @@ class LentQueue:
     local: bool = field(init=False)
     _held: dict[int, Payload] = field(factory=dict, init=False)
     _taken: dict[int, int] = field(factory=dict, init=False)
-    _returned: dict[int, int] = field(factory=dict, init=False)
 
     def __attrs_post_init__(self) -> None:
         self.edge, self.local = self.queue.edge, self.queue.local
-
-    @property
-    def lends(self) -> bool:
-        """See `RecvQueue.lends`."""
-        return self.queue.lends
 
     def begin(self) -> None:
         """Drop the state of an earlier step."""
         self._held.clear()
         self._taken.clear()
-        self._returned.clear()
 
     def wait(self, piece: int) -> None:
         """Wait until the payload has arrived, up to the deadline."""
@@ -84,12 +77,6 @@ class LentQueue:
         if self._is_last(call, self._taken):
             del self._held[call]
         return payload
-
-    def give_back(self, piece: int) -> None:
-        """Return the buffers to the communicator, after the last of their pieces."""
-        call = self.calls.call_of[piece]
-        if self._is_last(call, self._returned):
-            self.queue.give_back(call)
 
     def _is_last(self, call: int, counts: dict[int, int]) -> bool:
         counts[call] = counts.get(call, 0) + 1

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +25,7 @@ from pipegrid.schedules.runtime.stages.edge_queues import RecvQueue, SendQueue
 from pipegrid.schedules.runtime.stages.in_flight import ActivationsInFlight, InFlight, differentiable
 from pipegrid.schedules.runtime.stages.payloads import detached, flatten, gradient_of, map_tensors
 from pipegrid.schedules.runtime.stages.reentrant import reentrant_trap
+from pipegrid.schedules.runtime.stages.reused import copied_from, keep_own_gradients, memory_of
 from pipegrid.schedules.runtime.stages.shared_calls import LentQueue, SummedQueue
 from pipegrid.schedules.runtime.stages.slices import Slice
 from pipegrid.schedules.runtime.stages.stage import (
@@ -57,7 +59,8 @@ class StageRunner:
         reduced_by_plan: whether the plan reduces the gradients of a sharded stage (``REDUCE_GRAD``).
         declared: edges whose payloads are declared; ``skipped``: outgoing edges of the stage that these pieces skip.
         first: of its pieces.
-        reuses: receive buffers are given back after the backward of their piece.
+        reuses: what is received may be written again after the backward that reads it, so that nothing else may have
+            that memory then.
         deallocation: frees outputs after their send; None where they are left.
     """
 
@@ -86,7 +89,7 @@ class StageRunner:
     _trapped: bool = field(default=False, init=False)
     _whole: bool | None = field(init=False)
     _outgoing: tuple[Edge, ...] = field(init=False)
-    _lending: tuple[RecvQueue | LentQueue, ...] = field(init=False)
+    _came: dict[int, list[torch.Tensor]] = field(factory=dict, init=False)  # by piece, gradients in such memory
     _resume: Callable[[Slice], None] | None = field(init=False)
     _answers: tuple[int, ...] = field(init=False)  # of the outgoing edges those by which gradients come
     _answered: tuple[Unread, ...] = field(init=False)
@@ -99,7 +102,6 @@ class StageRunner:
         # Where FSDP2 reduces in each backward, at the gradients of a module's inputs, all of it runs at I.
         sharded = any(is_fsdp(module) for _, module in modules_of(self.stage))
         self._whole = False if self.reduced_by_plan else True if sharded else None
-        self._lending = tuple(queue for queue in self.arriving if queue.lends) if self.reuses else ()
         self._resume = getattr(self.stage, "resume", None)
         answering = {queue.edge for queue in self.gradients_in}
         self._answers = tuple(index for index, edge in enumerate(self._outgoing) if edge in answering)
@@ -114,6 +116,7 @@ class StageRunner:
         """Forget what an earlier step left."""
         self.training = training and self.trains
         self.flight.begin()
+        self._came.clear()
         self._trapped = self._trapped and not self.flight.suspected
         if self.deallocation is not None:
             self.deallocation.begin()
@@ -181,6 +184,9 @@ class StageRunner:
         for unread in self.unread:
             if unread.fresh:
                 unread.settle()
+        if self.reuses:  # a send that is not seen to have ended holds its payload, which may be in received memory
+            for index in self._answers:
+                self.leaving[index].complete(piece)
         for unread in self._answered:
             if piece in unread.left:
                 unread.end(piece)
@@ -192,11 +198,13 @@ class StageRunner:
         roots, gradients = self._starts(live, piece)
         if roots:
             run_backward(roots, gradients)
+        own = self._apart(live, piece) if self.reuses else None
         for queue, payload in zip(self.gradients_out, live.inputs, strict=True):
             is_one = isinstance(payload, torch.Tensor)
-            queue.put(piece, _taken(payload) if is_one else map_tensors(payload, _taken))
-        for lending in self._lending:
-            lending.give_back(piece)
+            gradient = _taken(payload) if is_one else map_tensors(payload, _taken)
+            queue.put(piece, gradient if own is None else map_tensors(gradient, own))
+        if self.reuses:
+            self._let_go(piece)
         if live.part is not None:
             self.flight.forget(live.part, piece)
 
@@ -232,11 +240,11 @@ class StageRunner:
             # As in a whole backward: an unused input has a gradient of zeros, and a gradient that an operator returns
             # as a view (of a transpose, a sum) is made contiguous, as accumulation into `grad` would make it.
             by_input[id(tensor)] = torch.zeros_like(tensor) if gradient is None else gradient.contiguous()
+        own = self._apart(live, piece) if self.reuses else None
         for queue, payload in zip(self.gradients_out, live.inputs, strict=True):
-            if isinstance(payload, torch.Tensor):
-                queue.put(piece, by_input.get(id(payload)))
-            else:
-                queue.put(piece, map_tensors(payload, lambda tensor: by_input.get(id(tensor))))
+            is_one = isinstance(payload, torch.Tensor)
+            gradient = by_input.get(id(payload)) if is_one else map_tensors(payload, lambda one: by_input.get(id(one)))
+            queue.put(piece, gradient if own is None else map_tensors(gradient, own))
 
     def _note_compiled(self) -> None:
         self.compiled = True
@@ -247,8 +255,17 @@ class StageRunner:
             if unread.fresh:
                 unread.settle()
         backward_weights(self.flight.halves.pop(piece))
-        for queue in self._lending:
-            queue.give_back(piece)
+        if self.reuses:
+            self._let_go(piece)
+
+    def _apart(self, live: InFlight, piece: int) -> Callable[[torch.Tensor], torch.Tensor]:
+        """The function that copies a gradient which is in memory that messages come to."""
+        return partial(copied_from, memory_of([*flatten(list(live.inputs)), *self._came.get(piece, ())]))
+
+    def _let_go(self, piece: int) -> None:
+        """After the last backward of a piece: parameters whose gradients are in received memory get their own."""
+        if came := self._came.pop(piece, None):
+            keep_own_gradients(modules_of(self.stage), came)
 
     def _starts(self, live: InFlight, piece: int) -> tuple[list[GradientEdge], list[torch.Tensor]]:
         """The edges at which a backward starts, and the gradient of each: the stage's own loss, and its outputs."""
@@ -267,6 +284,8 @@ class StageRunner:
             gradients.append(torch.ones_like(loss))
         for queue, ends in zip(self.gradients_in, live.roots, strict=True):
             payload = queue.take(piece)
+            if self.reuses and not queue.local:
+                payload = self._note(piece, payload)
             arrived = (payload,) if isinstance(payload, torch.Tensor) else flatten(payload)
             for root, gradient in zip(ends, arrived, strict=True):
                 if root is None or gradient is None:
@@ -285,6 +304,13 @@ class StageRunner:
             roots += starts[0]
             gradients += starts[1]
         return roots, gradients
+
+    def _note(self, piece: int, payload: Payload) -> Payload:
+        """A gradient in memory to which others come; of FSDP2, which may read a view of it later, a copy."""
+        if self._whole is True:
+            return map_tensors(payload, torch.Tensor.clone)
+        self._came.setdefault(piece, []).extend(tensor for tensor in flatten(payload) if tensor is not None)
+        return payload
 
 
 def _taken(tensor: torch.Tensor) -> torch.Tensor | None:

@@ -1,0 +1,140 @@
+"""The proof that no slot is written while it is read: a replay of a position's steps that counts who holds what.
+
+It shares nothing with the colouring but the list of messages: no lifetime is computed. A forward takes what has come to
+it, and what the trained stages of its position that feed it have taken, since their outputs may be views of that. Its
+last backward lets go of all of it; a stage without one does once all that it gives is taken. A slot is free when nobody
+holds its message.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from pipegrid.buffers.lifetimes import LAST
+from pipegrid.buffers.messages import Arrival, Message, outputs_taken, received_at
+from pipegrid.core.edge import Edge
+from pipegrid.plans.errors import Fault
+from pipegrid.plans.plan import Action, ActionKind, Plan, actions_of
+from pipegrid.plans.plan.dataflow import BACKWARD, FORWARD, dataflow_of
+
+F, B, I = ActionKind.F, ActionKind.B, ActionKind.I
+
+
+def faults_of(plan: Plan, position: int, arrivals: Sequence[Arrival]) -> list[Fault]:
+    """What is wrong with the slots of ``position``; nothing where no message comes to a slot that is held."""
+    replay = _Replay(plan, position)
+    for arrival in arrivals:
+        replay.expect(arrival)
+    return replay.run()
+
+
+class _Replay:
+    def __init__(self, plan: Plan, position: int) -> None:
+        self.plan, self.position = plan, position
+        self.faults: list[Fault] = []
+        self.flows = dataflow_of(plan)
+        self.received = {one.message: one for one in received_at(plan, self.flows, self.position)}
+        self.by_reader: dict[tuple[int, object, int], list[Message]] = {}  # stage, direction, piece
+        self.unread: Counter[Message] = Counter()
+        for message, _, flow, piece in self.received.values():
+            for user in flow.users(piece, self.position):
+                self.by_reader.setdefault((flow.consumer, flow.direction, user), []).append(message)
+                self.unread[message] += 1
+        self.posted: dict[int, list[Arrival]] = {}  # by step
+        self.slot_of: dict[Message, int] = {}
+        self.in_slot: dict[int, Message] = {}
+        self.size_of: dict[int, int] = {}
+        self.holders: dict[Message, set[tuple[int, int]]] = {}
+        self.taken: dict[tuple[int, int], set[Message]] = {}  # by stage and microbatch
+        self.left = Counter(reader for action in plan.actions(position) for reader in self.readers_that_end(action))
+        self.kept: set[Message] = set()  # until the end of the step
+
+    def fault(self, rule: str, text: str, step: int | None = None) -> None:
+        self.faults.append(Fault(rule, text, self.position, step))
+
+    def expect(self, arrival: Arrival) -> None:
+        message, slot = arrival.message, arrival.slot
+        if message not in self.received:
+            self.fault("unknown-message", f"{message.receive} from {message.sender} does not come to this position")
+            return
+        if message in self.slot_of:
+            self.fault(
+                "duplicate",
+                f"{message.receive} from {message.sender} has two slots, {self.slot_of[message]} and {slot}",
+            )
+            return
+        if arrival.posted > self.received[message].step:
+            self.fault("late-post", f"{message.receive} is posted after its receive, at step {arrival.posted}")
+        if self.size_of.setdefault(slot, arrival.nbytes) != arrival.nbytes:
+            self.fault(
+                "size", f"{message.receive} has {arrival.nbytes} bytes, and slot {slot} takes {self.size_of[slot]}"
+            )
+        self.slot_of[message] = slot
+        self.posted.setdefault(arrival.posted, []).append(arrival)
+
+    def run(self) -> list[Fault]:
+        self.post(-1)
+        for step, one in enumerate(self.plan.positions[self.position]):
+            self.post(step)
+            for action in actions_of(one):
+                self.take(action)
+            for action in actions_of(one):
+                self.let_go(action)
+        return self.faults
+
+    def post(self, step: int) -> None:
+        for arrival in self.posted.get(step, ()):
+            held = self.in_slot.get(arrival.slot)
+            if held is not None:
+                self.fault(
+                    "overwritten",
+                    f"{arrival.message.receive} is posted to slot {arrival.slot}, whose {held.receive} is read later",
+                    max(step, 0),
+                )
+            self.in_slot[arrival.slot] = arrival.message
+
+    def take(self, action: Action) -> None:
+        if action.kind not in (F, B, I):
+            return
+        stage, piece = action.stage, self.plan.piece_of(action)
+        direction = FORWARD if action.kind is F else BACKWARD
+        reader = stage, piece // self.plan.num_slices
+        own = self.taken.setdefault(reader, set())
+        for message in self.by_reader.get((stage, direction, piece), ()):
+            self.unread[message] -= 1
+            own.add(message)
+        if action.kind is F:
+            for flow, one in self.flows.arriving(stage, FORWARD, piece):
+                trained = flow.producer not in self.plan.forward_only
+                if trained and flow.group is None and (self.position, self.position) in flow.links:
+                    for made in flow.makers(one, self.position):
+                        own |= self.taken.get((flow.producer, made // self.plan.num_slices), set())
+            if stage not in self.plan.forward_only and not self.answered(stage, piece):
+                self.kept |= own
+        for message in own:
+            self.holders.setdefault(message, set()).add(reader)
+
+    def answered(self, stage: int, piece: int) -> bool:
+        """Whether a gradient comes back for all that the forward gives."""
+        leaving: list[Edge] = [flow.edge for flow, _ in self.flows.leaving(stage, FORWARD, piece)]
+        return self.plan.gradient_edges.issuperset(leaving)
+
+    def readers_that_end(self, action: Action) -> list[tuple[int, int]]:
+        """The stages, each with its microbatch, for which ``action`` is one of those after which they are done."""
+        if action.kind in LAST and action.microbatch is not None:
+            return [(action.stage, action.microbatch)]
+        taken = outputs_taken(self.plan, self.flows, self.position, action)
+        return [(stage, microbatch) for stage, microbatch in taken if stage in self.plan.forward_only]
+
+    def let_go(self, action: Action) -> None:
+        for reader in self.readers_that_end(action):
+            self.left[reader] -= 1
+            if self.left[reader]:
+                continue
+            for message in self.taken.pop(reader, set()):
+                self.holders[message].discard(reader)
+                slot = self.slot_of.get(message)
+                done = not self.holders[message] and not self.unread[message] and message not in self.kept
+                if done and slot is not None and self.in_slot.get(slot) == message:
+                    del self.in_slot[slot]

@@ -1,0 +1,47 @@
+"""What must not be left in memory to which messages come again and again.
+
+Autograd may pass a received gradient on as it is, or a view of it: as the gradient of an input, which is sent later, or
+as that of a parameter, which keeps the first one that it gets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from pipegrid.schedules.runtime.stages.unread import is_shared
+
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+
+
+def memory_of(tensors: Iterable[torch.Tensor | None]) -> set[int]:
+    """The addresses of the storages of some tensors."""
+    return {_storage(tensor) for tensor in tensors if tensor is not None and tensor.numel()}
+
+
+def copied_from(memory: set[int], tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor``, or a copy of it where it is in ``memory``, or where that cannot be known."""
+    own = getattr(tensor, "_local_tensor", tensor)  # a DTensor's
+    if type(own) in _PLAIN and own.layout is torch.strided and (not own.numel() or _storage(own) not in memory):
+        return tensor
+    return tensor.clone()
+
+
+def keep_own_gradients(modules: Iterable[tuple[str, torch.nn.Module]], came: Sequence[torch.Tensor]) -> None:
+    """Copy the gradients of parameters that are in the memory of gradients which ``came``, whose backward is over.
+
+    What else has kept that memory keeps it (`RecvQueue.give_back`): the next message comes to new memory then.
+    """
+    shared = [tensor for tensor in came if is_shared(tensor)]
+    if not shared:
+        return
+    memory = memory_of(shared)
+    for _, module in modules:
+        for parameter in module.parameters(recurse=False):
+            if parameter.grad is not None:
+                parameter.grad = copied_from(memory, parameter.grad)
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

@@ -19,18 +19,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGES = tuple(sorted(path.parent.name for path in ROOT.glob("packages/*/pyproject.toml")))
 # What README and docs promise; the contract itself is derived from the metadata.
-WITHOUT_TORCH = (
-    "core",
-    "topology",
-    "layout",
-    "plans",
-    "timeline",
-    "buffers",
-    "search",
-    "reshard",
-    "planner",
-    "goodput",
-)
+WITHOUT_TORCH = ("core", "topology", "layout", "plans", "timeline", "search", "reshard", "planner", "goodput")
 
 
 def lint_imports(root: Path) -> subprocess.CompletedProcess[str]:

@@ -1,5 +1,13 @@
 """Plans for measured costs under a memory cap, steps around dead ranks, and named schedules side by side."""
 
+from pipegrid.search.buffers import (
+    PlanBuffers,
+    PositionBuffers,
+    ReceivedMessage,
+    SlotArrival,
+    plan_buffers,
+    position_buffers,
+)
 from pipegrid.search.compare import COMPARED, Row, compare, comparison_table
 from pipegrid.search.found import Found
 from pipegrid.search.candidates import candidates
@@ -30,9 +38,13 @@ __all__ = [
     "Found",
     "LostRank",
     "Objective",
+    "PlanBuffers",
+    "PositionBuffers",
     "Progress",
+    "ReceivedMessage",
     "RoutedStep",
     "Row",
+    "SlotArrival",
     "balanced_slices",
     "candidates",
     "compare",
@@ -41,6 +53,8 @@ __all__ = [
     "least_room",
     "lost_rank_costs",
     "lost_rank_table",
+    "plan_buffers",
+    "position_buffers",
     "reroute",
     "schedule_routes",
     "search",

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
-from pipegrid.buffers import plan_buffers
 from pipegrid.core.fields import Count, checked
 from pipegrid.core.order import ORDER_MODELS
 from pipegrid.core.parser import Parser
@@ -28,6 +27,7 @@ from pipegrid.plans.plan import Plan, to_torch
 from pipegrid.plans.simulate import Costs, CostsError, Simulation, costs_from_json, simulate
 from pipegrid.plans.verify import as_limit, verify
 from pipegrid.search import COMPARED, Found, Progress, compare, comparison_table, greedy, search
+from pipegrid.search.buffers import plan_buffers
 from pipegrid.search.foreign import read_schedule
 from pipegrid.search.junit import Case, write_junit
 from pipegrid.timeline import (

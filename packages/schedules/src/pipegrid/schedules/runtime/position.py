@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pipegrid.buffers import position_buffers
-from pipegrid.buffers.lifetimes import lifetimes
 from pipegrid.core.edge import Direction, Edge
 from pipegrid.plans.plan import OFFLOADING, Action, ActionKind
 from pipegrid.schedules.runtime.passages import ActorFlows, Passage, Way
@@ -21,12 +19,14 @@ from pipegrid.schedules.runtime.stages.sharded import ShardedStage, stages_shard
 from pipegrid.schedules.runtime.stages.shared_calls import LentQueue, SharedCalls, SummedQueue
 from pipegrid.schedules.runtime.stages.stage import Stage
 from pipegrid.schedules.runtime.stages.stage_runner import StageRunner
+from pipegrid.search.buffers import position_buffers
+from pipegrid.search.buffers.lifetimes import lifetimes
 from pipegrid.transport import streams
 from pipegrid.transport.messages.slot import Slot
 
 if TYPE_CHECKING:
-    from pipegrid.buffers import Message, PositionBuffers
     from pipegrid.plans.plan import Plan
+    from pipegrid.search.buffers import PositionBuffers, ReceivedMessage
     from pipegrid.transport.base import Communicator
 
 
@@ -273,7 +273,7 @@ class BoundPosition:
         """What gives back the memory that is read in ``step`` for the last time."""
         return self._ends.get(step, ())
 
-    def _queue_of(self, message: Message) -> RecvQueue:
+    def _queue_of(self, message: ReceivedMessage) -> RecvQueue:
         replica = self._flows.replica_of(message.sender)
         queues = self.receives_of(message.receive)
         return next(queue for queue in queues if queue.replica == replica)
@@ -282,7 +282,7 @@ class BoundPosition:
     def buffers(self) -> PositionBuffers:
         """The slots of the messages that come here, where the communicator's ports take them."""
 
-        def lane_of(message: Message) -> tuple[object, int] | None:
+        def lane_of(message: ReceivedMessage) -> tuple[object, int] | None:
             queue = self._queue_of(message)
             ahead = queue.ahead or self._bind(queue)
             return (ahead, ahead.most) if ahead.takes_slots else None

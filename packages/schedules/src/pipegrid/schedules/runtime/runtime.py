@@ -49,11 +49,11 @@ from pipegrid.transport.base import as_communicator
 from pipegrid.transport.streams import has_streams
 
 if TYPE_CHECKING:
-    from pipegrid.buffers import PositionBuffers
     from pipegrid.core.edge import Edge
     from pipegrid.monitor import Monitor
     from pipegrid.plans.plan import Action, Plan
     from pipegrid.schedules.runtime.stages.stage import Stage
+    from pipegrid.search.buffers import PositionBuffers
     from pipegrid.transport.base import Communicator
     from pipegrid.transport.protocol import Payload, PipelineCommunicator
 

@@ -20,7 +20,7 @@ from pipegrid.transport.messages.payload import (
     plain_message,
     receive_buffers,
 )
-from pipegrid.transport.messages.slot import buffers_in
+from pipegrid.transport.messages.slot import SlotBuffers
 from pipegrid.transport.streams import working_on
 
 _BUFFERS_KEPT = 64  # signatures, where shapes vary
@@ -177,7 +177,7 @@ class Incoming:
             self.plain = message, self._buffers_of(ReceiveTransfer(transfer.lane), message.signature)
 
     def _fill(self, transfer: ReceiveTransfer, buffers: ReceiveBuffers) -> None:
-        own = buffers_in(buffers, transfer.slot)
+        own = buffers if transfer.slot is None else SlotBuffers(buffers, transfer.slot)
         with working_on(transfer.stream):
             transfer.tensors = own.take()
         transfer.buffers = own

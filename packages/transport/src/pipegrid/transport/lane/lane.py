@@ -39,7 +39,7 @@ from pipegrid.transport.lane.transfers import LaneTransfers
 from pipegrid.transport.messages.handle import ReceiveTransfer, State, Transfer
 from pipegrid.transport.messages.message import StepShapes
 from pipegrid.transport.messages.payload import ReceiveBuffers, carried
-from pipegrid.transport.messages.slot import Slot, SlotBuffers, buffers_in
+from pipegrid.transport.messages.slot import Slot, SlotBuffers
 from pipegrid.transport.streams import current_stream, has_streams, used_here, working_on
 from pipegrid.transport.waits.wait_lock import BackgroundThread
 
@@ -236,7 +236,7 @@ class Lane:
             and (not self._needs_shapes if shapes is None else plain[0].shape == shapes)
             and (not submit.pending or get_ident() not in submit.pending)
         ):
-            posted = self._receive_plain(buffers_in(plain[1], slot), submit)
+            posted = self._receive_plain(plain[1] if slot is None else SlotBuffers(plain[1], slot), submit)
         else:
             posted = self._receive(shapes, attended=attended, slot=slot)
         if not early:

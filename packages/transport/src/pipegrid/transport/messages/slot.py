@@ -100,8 +100,3 @@ class SlotBuffers:
     def release(self, tensors: Sequence[Tensor], events: Sequence[Any]) -> None:
         """See `Slot.release`."""
         self.slot.release(self.form, tensors, events)
-
-
-def buffers_in(form: ReceiveBuffers, slot: Slot | None) -> ReceiveBuffers | SlotBuffers:
-    """The buffers of a message: a lane's own, or those of a slot."""
-    return form if slot is None else SlotBuffers(form, slot)

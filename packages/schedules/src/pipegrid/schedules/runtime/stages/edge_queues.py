@@ -15,7 +15,7 @@ from attrs import define, field
 from pipegrid.autograd import free_storage
 from pipegrid.core.edge import Direction, Edge
 from pipegrid.schedules.runtime.stages.payloads import flatten
-from pipegrid.schedules.runtime.stages.unread import Aliased, Unread, is_shared
+from pipegrid.schedules.runtime.stages.unread import Aliased, Unread, is_shared, num_holders
 from pipegrid.transport.protocol import ReusableReceive
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ class RecvQueue:
     slots: dict[int, Slot] = field(factory=dict, init=False)
     """Where pieces arrive, if not in memory of a lane."""
     ahead: ReceivesAhead | None = field(default=None, init=False)
-    _lent: dict[int, tuple[ReusableReceive, Payload]] = field(factory=dict, init=False)
+    _lent: dict[int, tuple[ReusableReceive, list[tuple[torch.Tensor, int]]]] = field(factory=dict, init=False)
     unread: Unread | None = None
     """The payloads of a stage on the same position."""
     replica: int | None = None
@@ -171,8 +171,9 @@ class RecvQueue:
         if self.hooks:
             for hook in self.hooks:
                 hook.completed(action)
-        if piece in self.lends and isinstance(handle, ReusableReceive):
-            self._lent[piece] = handle, payload
+        if self.lends and piece in self.lends and isinstance(handle, ReusableReceive):
+            tensors = [tensor for tensor in flatten(payload) if tensor is not None]
+            self._lent[piece] = handle, [(tensor, num_holders(tensor)) for tensor in tensors]
         return payload
 
     def give_back(self, piece: int) -> None:
@@ -180,8 +181,8 @@ class RecvQueue:
         lent = self._lent.pop(piece, None)
         if lent is None:
             return
-        handle, payload = lent
-        if not any(is_shared(tensor) for tensor in flatten(payload) if tensor is not None):
+        handle, came = lent
+        if not any(is_shared(tensor, alone=holders) for tensor, holders in came):
             handle.release()
         elif piece in self.slots:  # something in the stage has kept it, and may keep it
             self.slots[piece].leave()

@@ -202,9 +202,17 @@ class Unread:
         )
 
 
-def is_shared(tensor: torch.Tensor) -> bool:
-    """Whether anything but ``tensor`` holds its memory: another tensor, a view, a graph."""
-    return _holders is None or _holders(tensor.untyped_storage()._cdata) > _ALONE  # noqa: SLF001
+def is_shared(tensor: torch.Tensor, *, alone: int = _ALONE) -> bool:
+    """Whether anything but ``tensor`` holds its memory: another tensor, a view, a graph.
+
+    ``alone``: `num_holders` when nothing else did.
+    """
+    return _holders is None or _holders(tensor.untyped_storage()._cdata) > alone  # noqa: SLF001
+
+
+def num_holders(tensor: torch.Tensor) -> int:
+    """How many hold its memory, itself included."""
+    return _ALONE if _holders is None else int(_holders(tensor.untyped_storage()._cdata))  # noqa: SLF001
 
 
 def without_graph(payload: Payload) -> Aliased:

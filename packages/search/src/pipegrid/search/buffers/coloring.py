@@ -9,18 +9,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from heapq import heappop, heappush
 
-from pipegrid.buffers.buffers import Buffers, PositionBuffers
-from pipegrid.buffers.lifetimes import lifetimes, posts
-from pipegrid.buffers.messages import Arrival, Message
 from pipegrid.core.edge import Edge
 from pipegrid.core.fields import Index, checked
 from pipegrid.plans.errors import PlanError
 from pipegrid.plans.plan import Plan
 from pipegrid.plans.plan.dataflow import Dataflow, dataflow_of
 from pipegrid.plans.verify import Proof, verify
+from pipegrid.search.buffers.buffers import PlanBuffers, PositionBuffers
+from pipegrid.search.buffers.lifetimes import lifetimes, posts
+from pipegrid.search.buffers.messages import ReceivedMessage, SlotArrival
 
 
-def plan_buffers(plan: Plan | Proof, *, nbytes: int | Mapping[Edge, int] = 0, ahead: int = 0) -> Buffers:
+def plan_buffers(plan: Plan | Proof, *, nbytes: int | Mapping[Edge, int] = 0, ahead: int = 0) -> PlanBuffers:
     """The fewest slots in which the messages of each position can arrive, of all its lanes and directions, proved.
 
     Args:
@@ -64,17 +64,17 @@ def plan_buffers(plan: Plan | Proof, *, nbytes: int | Mapping[Edge, int] = 0, ah
         )
         positions.append(made)
         by_edge.append(apart.num_slots)
-    return Buffers(tuple(positions), tuple(by_edge))
+    return PlanBuffers(tuple(positions), tuple(by_edge))
 
 
 def position_buffers(
     plan: Plan,
     position: int,
     *,
-    lane_of: Callable[[Message], tuple[object, int] | None],
+    lane_of: Callable[[ReceivedMessage], tuple[object, int] | None],
     nbytes: int | Mapping[Edge, int] = 0,
     flows: Dataflow | None = None,
-    apart: Callable[[Message], object] | None = None,
+    apart: Callable[[ReceivedMessage], object] | None = None,
 ) -> PositionBuffers:
     """The fewest slots of one position.
 
@@ -100,7 +100,7 @@ def position_buffers(
     posted = posts({message: alive[message].received for message in lanes}, lanes)
     lasts = {message: last for message in lanes if (last := alive[message].last) is not None}
     size_of = _sizes(nbytes, (message.receive.edge for message in lasts))
-    slots: dict[Message, int] = {}
+    slots: dict[ReceivedMessage, int] = {}
     free: dict[object, list[int]] = {}
     busy: list[tuple[int, int, object]] = []  # last step, slot, what it takes
     count = 0
@@ -116,7 +116,9 @@ def position_buffers(
             slot, count = count, count + 1
         slots[message] = slot
         heappush(busy, (lasts[message], slot, kind))
-    arrivals = [Arrival(message, posted[message], slots[message], size_of[message.receive.edge]) for message in lasts]
+    arrivals = [
+        SlotArrival(message, posted[message], slots[message], size_of[message.receive.edge]) for message in lasts
+    ]
     return PositionBuffers(plan, position, arrivals)
 
 

@@ -14,7 +14,7 @@ from pipegrid.plans.plan import Action, ActionKind, Plan, actions_of
 from pipegrid.plans.plan.dataflow import Dataflow, EdgeFlow
 
 
-class Message(NamedTuple):
+class ReceivedMessage(NamedTuple):
     """A message at the rank that receives it.
 
     Attributes:
@@ -32,7 +32,7 @@ class Message(NamedTuple):
 
 
 @frozen(field_transformer=checked_fields(PlanError))
-class Arrival:
+class SlotArrival:
     """Where and when a message may arrive.
 
     Attributes:
@@ -43,7 +43,7 @@ class Arrival:
         nbytes: of the message; 0 where that is not known.
     """
 
-    message: Annotated[Message, instance(Message, "a Message(receive, sender)")]
+    message: Annotated[ReceivedMessage, instance(ReceivedMessage, "a ReceivedMessage(receive, sender)")]
     posted: Annotated[int, integer(-1)]
     slot: Index
     nbytes: Index = 0
@@ -52,7 +52,7 @@ class Arrival:
 class Received(NamedTuple):
     """A message with its place: the ``step`` of its receive, and the flow and the piece of it."""
 
-    message: Message
+    message: ReceivedMessage
     step: int
     flow: EdgeFlow
     piece: int
@@ -76,7 +76,9 @@ def received_at(plan: Plan, flows: Dataflow, position: int) -> Iterator[Received
             piece = plan.piece_of(action)
             for flow in by_way.get((action.edge, action.direction), ()):
                 if piece in flow.pieces:
-                    yield from (Received(Message(action, each), step, flow, piece) for each in senders[id(flow)])
+                    yield from (
+                        Received(ReceivedMessage(action, each), step, flow, piece) for each in senders[id(flow)]
+                    )
 
 
 def outputs_taken(plan: Plan, flows: Dataflow, position: int, action: Action) -> Iterator[tuple[int, int]]:

@@ -2,9 +2,9 @@
 
 import itertools
 
-from pipegrid.buffers import Message
 from pipegrid.plans import ActionKind, actions_of
 from pipegrid.plans.plan.dataflow import BACKWARD, FORWARD, dataflow_of
+from pipegrid.search.buffers import ReceivedMessage
 
 F, B, I, W = ActionKind.F, ActionKind.B, ActionKind.I, ActionKind.W
 
@@ -51,7 +51,7 @@ class Player:
                 if (flow.edge, flow.direction) == (action.edge, action.direction) and piece in flow.pieces:
                     for sender, receiver in flow.routes:
                         if receiver == self.position:
-                            self.received[Message(action, sender)] = step
+                            self.received[ReceivedMessage(action, sender)] = step
         elif action.kind is F:
             held = (self.copied if frozen else self.views).setdefault(key, set())
             held.update(self._messages(stage, FORWARD, piece))

@@ -18,10 +18,10 @@ from collections.abc import Mapping
 from functools import cache
 from typing import NamedTuple
 
-from pipegrid.buffers.messages import Message, outputs_taken, received_at
 from pipegrid.core.edge import Direction
 from pipegrid.plans.plan import ActionKind, Plan, actions_of
 from pipegrid.plans.plan.dataflow import FORWARD, Dataflow
+from pipegrid.search.buffers.messages import ReceivedMessage, outputs_taken, received_at
 
 LAST = (ActionKind.B, ActionKind.W)
 """The kinds of which one is the last to read what has come to a stage."""
@@ -34,7 +34,7 @@ class Lifetime(NamedTuple):
     last: int | None
 
 
-def lifetimes(plan: Plan, flows: Dataflow, position: int) -> dict[Message, Lifetime]:
+def lifetimes(plan: Plan, flows: Dataflow, position: int) -> dict[ReceivedMessage, Lifetime]:
     """The lifetime of each message that ``position`` receives, in the order of the plan."""
     slices = plan.num_slices
     backward: dict[tuple[int, int], int] = {}  # by stage and microbatch, the last step
@@ -65,7 +65,7 @@ def lifetimes(plan: Plan, flows: Dataflow, position: int) -> dict[Message, Lifet
                     last = max(last, other)
         return last
 
-    found: dict[Message, Lifetime] = {}
+    found: dict[ReceivedMessage, Lifetime] = {}
     for message, step, flow, piece in received_at(plan, flows, position):
         if flow.direction is Direction.BACKWARD:
             ends: list[int | None] = [backward[flow.consumer, piece // slices]]
@@ -76,7 +76,9 @@ def lifetimes(plan: Plan, flows: Dataflow, position: int) -> dict[Message, Lifet
     return found
 
 
-def posts(received: Mapping[Message, int], lane_of: Mapping[Message, tuple[object, int]]) -> dict[Message, int]:
+def posts(
+    received: Mapping[ReceivedMessage, int], lane_of: Mapping[ReceivedMessage, tuple[object, int]]
+) -> dict[ReceivedMessage, int]:
     """The step in which each receive is posted; -1 is before the first.
 
     Args:
@@ -84,7 +86,7 @@ def posts(received: Mapping[Message, int], lane_of: Mapping[Message, tuple[objec
         lane_of: the lane of each message, whose receives are posted in order, and how many of it are posted before
             their turn: at the start of a step the first ones, and at the turn of each the next.
     """
-    lanes: dict[object, list[Message]] = {}
+    lanes: dict[object, list[ReceivedMessage]] = {}
     for message in received:
         lanes.setdefault(lane_of[message][0], []).append(message)
     found = {}

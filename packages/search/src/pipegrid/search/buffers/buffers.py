@@ -6,11 +6,11 @@ from functools import cached_property
 
 from attrs import field, frozen
 
-from pipegrid.buffers.check import faults_of
-from pipegrid.buffers.messages import Arrival, Message
 from pipegrid.core.tables import text_table
 from pipegrid.plans.errors import PlanError
 from pipegrid.plans.plan import Plan
+from pipegrid.search.buffers.check import faults_of
+from pipegrid.search.buffers.messages import ReceivedMessage, SlotArrival
 
 
 @frozen(slots=False)
@@ -29,14 +29,14 @@ class PositionBuffers:
 
     Examples:
         >>> from pipegrid.plans import Action, ActionKind, Edge, lower, one_f_one_b
-        >>> message = Message(Action(ActionKind.RECV_F, 1, 0, Edge(0, 1)), sender=0)
-        >>> PositionBuffers(lower(one_f_one_b(2, 1)), 1, [Arrival(message, 0, 0, nbytes=8)]).nbytes
+        >>> message = ReceivedMessage(Action(ActionKind.RECV_F, 1, 0, Edge(0, 1)), sender=0)
+        >>> PositionBuffers(lower(one_f_one_b(2, 1)), 1, [SlotArrival(message, 0, 0, nbytes=8)]).nbytes
         8
     """
 
     plan: Plan = field(repr=False)
     position: int
-    arrivals: tuple[Arrival, ...] = field(converter=tuple[Arrival, ...], repr=False)
+    arrivals: tuple[SlotArrival, ...] = field(converter=tuple[SlotArrival, ...], repr=False)
 
     def __attrs_post_init__(self) -> None:
         faults = faults_of(self.plan, self.position, self.arrivals)
@@ -45,7 +45,7 @@ class PositionBuffers:
             raise PlanError(f"the buffers have {count}:", faults=faults)
 
     @cached_property
-    def slot_of(self) -> dict[Message, int]:
+    def slot_of(self) -> dict[ReceivedMessage, int]:
         """The slot of each message that has one."""
         return {arrival.message: arrival.slot for arrival in self.arrivals}
 
@@ -66,7 +66,7 @@ class PositionBuffers:
 
 
 @frozen(slots=False)
-class Buffers:
+class PlanBuffers:
     """The slots of all positions of a plan; as text, a table of them.
 
     Attributes:

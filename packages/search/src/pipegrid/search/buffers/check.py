@@ -11,17 +11,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from pipegrid.buffers.lifetimes import LAST
-from pipegrid.buffers.messages import Arrival, Message, outputs_taken, received_at
 from pipegrid.core.edge import Edge
 from pipegrid.plans.errors import Fault
 from pipegrid.plans.plan import Action, ActionKind, Plan, actions_of
 from pipegrid.plans.plan.dataflow import BACKWARD, FORWARD, dataflow_of
+from pipegrid.search.buffers.lifetimes import LAST
+from pipegrid.search.buffers.messages import ReceivedMessage, SlotArrival, outputs_taken, received_at
 
 F, B, I = ActionKind.F, ActionKind.B, ActionKind.I
 
 
-def faults_of(plan: Plan, position: int, arrivals: Sequence[Arrival]) -> list[Fault]:
+def faults_of(plan: Plan, position: int, arrivals: Sequence[SlotArrival]) -> list[Fault]:
     """What is wrong with the slots of ``position``; nothing where no message comes to a slot that is held."""
     replay = _Replay(plan, position)
     for arrival in arrivals:
@@ -35,25 +35,25 @@ class _Replay:
         self.faults: list[Fault] = []
         self.flows = dataflow_of(plan)
         self.received = {one.message: one for one in received_at(plan, self.flows, self.position)}
-        self.by_reader: dict[tuple[int, object, int], list[Message]] = {}  # stage, direction, piece
-        self.unread: Counter[Message] = Counter()
+        self.by_reader: dict[tuple[int, object, int], list[ReceivedMessage]] = {}  # stage, direction, piece
+        self.unread: Counter[ReceivedMessage] = Counter()
         for message, _, flow, piece in self.received.values():
             for user in flow.users(piece, self.position):
                 self.by_reader.setdefault((flow.consumer, flow.direction, user), []).append(message)
                 self.unread[message] += 1
-        self.posted: dict[int, list[Arrival]] = {}  # by step
-        self.slot_of: dict[Message, int] = {}
-        self.in_slot: dict[int, Message] = {}
+        self.posted: dict[int, list[SlotArrival]] = {}  # by step
+        self.slot_of: dict[ReceivedMessage, int] = {}
+        self.in_slot: dict[int, ReceivedMessage] = {}
         self.size_of: dict[int, int] = {}
-        self.holders: dict[Message, set[tuple[int, int]]] = {}
-        self.taken: dict[tuple[int, int], set[Message]] = {}  # by stage and microbatch
+        self.holders: dict[ReceivedMessage, set[tuple[int, int]]] = {}
+        self.taken: dict[tuple[int, int], set[ReceivedMessage]] = {}  # by stage and microbatch
         self.left = Counter(reader for action in plan.actions(position) for reader in self.readers_that_end(action))
-        self.kept: set[Message] = set()  # until the end of the step
+        self.kept: set[ReceivedMessage] = set()  # until the end of the step
 
     def fault(self, rule: str, text: str, step: int | None = None) -> None:
         self.faults.append(Fault(rule, text, self.position, step))
 
-    def expect(self, arrival: Arrival) -> None:
+    def expect(self, arrival: SlotArrival) -> None:
         message, slot = arrival.message, arrival.slot
         if message not in self.received:
             self.fault("unknown-message", f"{message.receive} from {message.sender} does not come to this position")

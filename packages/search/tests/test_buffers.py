@@ -7,7 +7,6 @@ from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipegrid.buffers import Arrival, Message, PositionBuffers, plan_buffers, position_buffers
 from pipegrid.core.edge import Edge
 from pipegrid.core.graph import ModuleGraph
 from pipegrid.plans import (
@@ -25,6 +24,7 @@ from pipegrid.plans import (
     with_skips,
     zero_bubble_v,
 )
+from pipegrid.search.buffers import PositionBuffers, ReceivedMessage, SlotArrival, plan_buffers, position_buffers
 from plan_kit.plans import GENERATORS, random_module_plan
 from plan_kit.routed_plans import lowered_routed
 
@@ -116,7 +116,7 @@ def test_each_rule_has_its_fault_with_what_is_wrong():
     assert faults(evolve(first, posted=5)) == [
         "[late-post] position 1: 1RECV_F0<0 is posted after its receive, at step 5"
     ]
-    other = evolve(first, message=Message(first.message.receive, 2))
+    other = evolve(first, message=ReceivedMessage(first.message.receive, 2))
     assert faults(other) == ["[unknown-message] position 1: 1RECV_F0<0 from 2 does not come to this position"]
 
 
@@ -161,7 +161,7 @@ def test_bad_input_is_an_error_that_names_it():
     with pytest.raises(PlanError, match="ahead is -1"):
         plan_buffers(lower(computes), ahead=-1)
     with pytest.raises(PlanError, match="slot is -1"):
-        Arrival(Message(Action("RECV_F", 1, 0, Edge(0, 1)), 0), 0, -1)
+        SlotArrival(ReceivedMessage(Action("RECV_F", 1, 0, Edge(0, 1)), 0), 0, -1)
 
 
 def test_a_proof_is_taken_and_one_process_needs_no_slot():

@@ -10,7 +10,7 @@ from torch.nn.utils.parametrizations import weight_norm
 
 from pipegrid.stages import Names, check_stages, pipeline_stage
 from pipegrid.stages.errors import CutError
-from pipegrid.stages.shell import ForeignPart, Run
+from pipegrid.stages.skeleton import PartPlaceholder, StageRun
 from stages_kit.models import WORDS, batch_of, llama, text_model
 
 from .test_stages_cut import require_equal
@@ -109,8 +109,8 @@ class Dims(nn.Module):
 
 
 def test_a_part_of_another_stage_has_its_shape_by_numbers_of_the_batch():
-    run = Run(received=torch.zeros(2, 4), device=torch.device("cpu"))
-    part = ForeignPart("part", Dims(), run, earlier=True)
+    run = StageRun(received=torch.zeros(2, 4), device=torch.device("cpu"))
+    part = PartPlaceholder("part", Dims(), run, earlier=True)
     made = part(torch.tensor([[1, 2], [2, 2]]))
     assert made.shape == (6, 4)
     assert made.isnan().all()

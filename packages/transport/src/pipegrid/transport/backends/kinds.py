@@ -1,4 +1,6 @@
-"""Kinds of backends: a record for each name that torch gives a backend, and the only place that names one.
+"""Kinds of backends: a record for each name that torch gives a backend.
+
+Whatever differs between backends is read here; `HOST_BACKENDS` of ``waits.aborts`` names those on a CPU besides.
 
 Facts of torch 2.11 to 2.15. In 2.15 the name ``nccl`` builds `ProcessGroupNCCL2`, unless ``TORCH_DIST_USE_NCCL2=0`` was
 in the environment at import: so it is resolved by the class that torch made, never by version.

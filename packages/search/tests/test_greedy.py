@@ -265,3 +265,13 @@ def test_justified_orders_are_whole_and_keep_to_the_limit(problem):
 def test_what_cannot_be_scheduled_is_refused(call, error, message):
     with pytest.raises(error, match=message):
         call()
+
+
+@pytest.mark.parametrize(("stages", "skips"), [(4, ["0>2", "0>3"]), (8, ["0>2", "0>5", "2>7"])])
+def test_plans_of_stages_that_hand_on_values_keep_their_edges(stages, skips):
+    """Named schedules as well, which know nothing of them."""
+    graph = chain(stages, [Edge(*map(int, skip.split(">"))) for skip in skips])
+    found = list(candidates(problems_of(Costs(), 4, num_positions=4, num_microbatches=4, graph=graph)))
+    assert len({one.origin for one in found} - {"list"}) > 1
+    assert {one.plan.graph.skips for one in found} == {graph.skips}
+    assert max(verify(lower(greedy(Costs(), num_positions=4, num_microbatches=4, graph=graph))).peak_kept) > 0

@@ -9,7 +9,18 @@ from torch import nn
 from pipegrid.core.edge import Edge
 from pipegrid.stages import Names, check_stages, pipeline_stage, prove_cut
 from pipegrid.stages.errors import CutError
-from stages_kit.skipping_models import BLOCKS, SEVERAL, UNET, BlockResiduals, SeveralTokens, UNet, ids, images
+from stages_kit.skipping_models import (
+    BLOCKS,
+    EXPERTS,
+    SEVERAL,
+    UNET,
+    BlockResiduals,
+    Experts,
+    SeveralTokens,
+    UNet,
+    ids,
+    images,
+)
 
 
 @pytest.mark.parametrize(
@@ -178,6 +189,35 @@ def test_a_head_after_every_layer_runs_on_the_last_stage():
         CutError, match=r"head\.weight is on stage 2, and stage 1 uses it by t in head \(test_stages_skips"
     ):
         prove_cut(lambda: Exits(read=True), "Et|tt|tL", ids(), names=names, loss=_mean).require()
+
+
+def _balanced(output):
+    return _mean(output[0]) + output[1]
+
+
+@pytest.mark.parametrize("layout", ["Et|t|t|tL", "Ett|ttL", "Etttt|L"])
+def test_a_loss_of_all_routers(layout):
+    """The model takes their logits by hooks, and adds them up behind the layers."""
+    found = check_stages(Experts, layout, ids(), names=EXPERTS, loss=_balanced, dtype=torch.float64)
+    assert max(one.error for one in found.gradients) < 1e-12
+    expected = [f"layers.{layer}.gate[1]" for layer in range(4 if layout == "Etttt|L" else layout.count("t") - 1)]
+    there = [one.value for one in found.proof.skips]
+    assert there == (expected[:2] if layout == "Ett|ttL" else expected)
+
+
+def test_hooks_of_an_earlier_call_that_needed_none_on_a_stage_are_an_error():
+    first, last = pipeline_stage(Experts, "Ett|ttL", [0, 1], names=EXPERTS)
+
+    def step(**options):
+        for stage in (first, last):
+            stage.set_skips({})
+        last.set_input_tensor([first(*ids(), **options)])
+        last.set_skips(first.take_skips())
+        return last(*ids(), **options)
+
+    step(balanced=False)
+    with pytest.raises(CutError, match=r"by a hook what layers\.0\.gate returns, and it put its hooks on this stage"):
+        step()
 
 
 class Random(nn.Module):

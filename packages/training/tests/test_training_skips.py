@@ -12,7 +12,16 @@ from pipegrid.stages import Names
 from pipegrid.topology import HyperCommGrid
 from pipegrid.training import Pipeline
 from stages_kit.gradients import named_in, require_gradients
-from stages_kit.skipping_models import BLOCKS, SEVERAL, UNET, BlockResiduals, SeveralTokens, UNet
+from stages_kit.skipping_models import (
+    BLOCKS,
+    EXPERTS,
+    SEVERAL,
+    UNET,
+    BlockResiduals,
+    Experts,
+    SeveralTokens,
+    UNet,
+)
 
 
 class Tied(nn.Module):
@@ -205,4 +214,40 @@ def test_layers_that_predict_tokens_further_on(ranks, schedule, layout, tied):
         whole = several_tokens(tied)
         found = [next_and_further(whole(batch["ids"]), batch) for batch in batches]
         (sum(loss for loss, _ in found) / sum(count for _, count in found)).backward()
+        require_gradients(named_in(pipeline.stages["model"]), whole)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize(
+    ("schedule", "layout"),
+    [
+        ("1f1b", "Ett|tt|tt|ttL"),
+        ("interleaved_1f1b", "Et|t|t|t|t|t|t|tL"),
+        ("zero_bubble_v", "Et|t|t|t|t|t|t|tL"),
+        ("dualpipe_v", "Et|t|t|t|t|t|t|tL"),
+    ],
+)
+def test_a_loss_of_the_routers_of_all_layers(ranks, schedule, layout):
+    def made():
+        torch.manual_seed(1)
+        return Experts(8).double()
+
+    def loss_of(output, batch):
+        words, routers = output
+        return nn.functional.cross_entropy(words.flatten(0, 1), batch["ids"].flatten()) + routers
+
+    batches = [{"ids": torch.arange(10).reshape(2, 5).add(3 * number) % 20} for number in range(8)]
+    with Pipeline(
+        made,
+        layout,
+        HyperCommGrid([4], ["pp"]),
+        schedule=schedule,
+        names=EXPERTS,
+        config=PipelineConfig(variable_seq_lengths=True, check=True),
+        loss=loss_of,
+    ) as pipeline:
+        pipeline.step(batches)
+        whole = made()
+        for batch in batches:
+            (loss_of(whole(**batch), batch) / len(batches)).backward()
         require_gradients(named_in(pipeline.stages["model"]), whole)

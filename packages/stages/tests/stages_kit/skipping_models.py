@@ -8,6 +8,7 @@ from torch import nn
 from pipegrid.stages import Names
 
 BLOCKS = Names("layers", embedding=("embed",), head=("head",))
+EXPERTS = Names("layers", embedding=("embed",), head=("head",))
 SEVERAL = Names({"decoder": "layers", "mtp": "mtp"}, embedding=("embed",), head=("norm", "head"))
 UNET = Names("blocks", embedding=("stem",), head=("head",))
 
@@ -113,6 +114,62 @@ class SeveralTokens(nn.Module):
             hidden = layer(hidden, word if self.tied else self.embed(word))
             logits.append(self.head(self.norm(hidden)))  # also where the head is on a later stage than these layers
         return torch.stack(logits)
+
+
+class Routed(nn.Module):
+    """A layer of two experts, which its router weighs; ``gate`` returns weights and logits."""
+
+    class Gate(nn.Module):
+        """The router."""
+
+        def __init__(self, width):
+            super().__init__()
+            self.linear = nn.Linear(width, 2)
+
+        def forward(self, hidden):
+            logits = self.linear(hidden)
+            return logits.softmax(-1), logits
+
+    def __init__(self, width):
+        super().__init__()
+        self.gate, self.experts = self.Gate(width), nn.ModuleList(nn.Linear(width, width) for _ in range(2))
+
+    def forward(self, hidden):
+        weights, _ = self.gate(hidden)
+        made = torch.stack([expert(hidden) for expert in self.experts], -1)
+        return hidden + torch.tanh((made * weights.unsqueeze(-2)).sum(-1))
+
+
+class Experts(nn.Module):
+    """Layers of experts; hooks, which the first forward installs, take the logits of all routers for a loss."""
+
+    def __init__(self, layers=4, width=6):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(20, width), nn.Linear(width, 20)
+        self.layers = nn.ModuleList(Routed(width) for _ in range(layers))
+        self.hooked, self.taken = False, None
+
+    def _take(self, gate, args, result):
+        if self.taken is not None:
+            self.taken.append(result[1])
+
+    def forward(self, ids, balanced=True):
+        """The logits of words; ``balanced``: and the loss of the routers."""
+        if not self.hooked:
+            self.hooked = True
+            for module in self.modules():
+                if isinstance(module, Routed.Gate):
+                    module.register_forward_hook(self._take)
+        self.taken = [] if balanced else None
+        hidden = self.embed(ids)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        logits = self.head(hidden)
+        if not balanced:
+            return logits
+        shares = torch.cat([one.softmax(-1).flatten(0, -2) for one in self.taken]).mean(0)
+        self.taken = None
+        return logits, shares.square().sum()
 
 
 def ids():

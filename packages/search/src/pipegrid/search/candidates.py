@@ -21,6 +21,7 @@ from pipegrid.plans.generators import (
     v_placement,
 )
 from pipegrid.plans.network.problem import Entries, Problem
+from pipegrid.plans.passes.skipping import with_skips
 from pipegrid.plans.plan import Action, ActionKind, Plan, as_placement, chain, compute_plan, require_graph
 from pipegrid.plans.simulate import GivenCosts, activation_sizes
 from pipegrid.plans.verify import as_limit
@@ -137,7 +138,7 @@ def named(problem: Problem) -> Iterator[Found]:
         plans += _around(problem, options)
     for name, plan in plans:
         if plan.placement == problem.placement:
-            entry = candidate(name, plan, problem)
+            entry = candidate(name, with_skips(plan, problem.graph.skips), problem)
             if entry is not None:
                 yield entry
 

@@ -258,6 +258,15 @@ class LayerPlaceholder(Placeholder):
         """Return what the stage before has sent, or a stand-in of it; a later layer ends the forward."""
         if self.earlier:
             self.run.entered = True
+            for part, module in vars(self).get("inside", {}).items():
+                if part not in self.run.given:
+                    continue
+                if len(module._forward_hooks) < 2:  # noqa: SLF001 -- one hands on what came
+                    raise CutError(
+                        f"the model takes by a hook what {part} returns, and it put its hooks on this stage in an "
+                        "earlier call that needed none there; make a step the first call of the stages"
+                    )
+                module()
             return self.run.received if self.sends else tree_map_only(Tensor, self.run.stand_in, self.run.received)
         if self.run.left is None:  # a stage of the embedding alone
             self.run.left = args[0] if args else next(iter(kwargs.values()))

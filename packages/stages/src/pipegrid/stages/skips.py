@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from pipegrid.core.edge import Edge
 from pipegrid.core.skips import Uses, values_by_edge
 from pipegrid.stages.errors import CutError
-from pipegrid.stages.torch_compat import mapped_by_place, tensors_in
+from pipegrid.stages.torch_compat import TABLES, copied, mapped_by_place, tensors_in
 
 
 @frozen(order=True)
@@ -51,10 +51,13 @@ class Skips:
     Attributes:
         uses: of each value.
         held: by stage, the values that are in what the stage before sends, each with its place among the tensors there.
+        inside: of the parts among them that are inside of layers, and have hooks of the model's own code, in the order
+            in which they run: what they return, with scalars in place of tensors.
     """
 
     uses: Mapping[Value, Uses]
     held: Mapping[int, Mapping[Value, int]] = field(factory=dict)
+    inside: Mapping[str, Any] = field(factory=dict)
 
     def there(self, stage: int) -> set[Value]:
         """The values that a stage has, by whatever way."""
@@ -143,9 +146,31 @@ class SkipCarrier:
             if skips.uses[value].source != self.stage:
                 self.given.add(value.part)
             self._wanted.setdefault((value.part, value.call), {})[value.place] = value
-        for part in {part for part, _ in self._wanted} - self._hooked:
+        there = {part for part, _ in self._wanted}
+        for part, result in skips.inside.items():
+            if part in there - self._hooked and part in self.given:
+                self._stand_in(part, result)
+        for part in there - self._hooked:
             self._hooked.add(part)
-            self.whole.get_submodule(part).register_forward_hook(partial(self._returned, part))
+            hook = self.whole.get_submodule(part).register_forward_hook
+            hook(partial(self._returned, part), prepend=part in skips.inside)  # the model's hooks take what came
+
+    def _stand_in(self, part: str, result: Any) -> None:
+        """Have the stand-in of a layer call a module inside of it, for the hooks that the model's own code puts there.
+
+        ``result``: what the module returns, with scalars in place of tensors.
+        """
+        path, layer = part.split("."), self.whole
+        while "ghost" not in vars(layer):
+            layer = layer._modules[path.pop(0)]  # type: ignore[assignment]  # noqa: SLF001 -- as in `place_of`
+        module = copied(vars(layer)["ghost"].get_submodule(".".join(path)))
+        for table in TABLES:
+            vars(module)[table] = {}
+        vars(module)["forward"] = lambda: result
+        vars(layer).setdefault("inside", {})[part] = module
+        for name in path[:-1]:
+            layer = layer._modules.setdefault(name, nn.Module())  # type: ignore[assignment]  # noqa: SLF001 -- as above
+        layer._modules[path[-1]] = module  # noqa: SLF001 -- `add_module` asks the ghost
 
     def place_of(self, value: Value) -> tuple[dict[str, Any], str, nn.Module | None]:
         """The table and the key by which the model's own code finds a parameter; and the stand-in that has it."""

@@ -126,6 +126,11 @@ class Stage(nn.Module):
         return () if self.proofs is None else skips_among(edges_of(self.proofs.skips, self._carrier.placement))
 
     @property
+    def hands_on(self) -> bool:
+        """Whether stages hand on values, past others or to the next alone, in a call that is proved by now."""
+        return self.proofs is not None and bool(edges_of(self.proofs.skips, self._carrier.placement))
+
+    @property
     def graph(self) -> ModuleGraph:
         """The graph of the stages, for a communicator: a chain, and `skips`."""
         return chain(self.assignment.num_stages, self.skips)

@@ -280,7 +280,7 @@ class PreparedStep:
         divisor = plan.num_microbatches if self.routes is None else units_per_replica(self.routes)
         partial: int | None = option(config, CHECKPOINTS)
         return {
-            stage: (SkippingStage if takes_part(plan.graph, stage) else MegatronStage)(
+            stage: (SkippingStage if takes_part(plan.graph, stage, model) else MegatronStage)(
                 graph=plan.graph,
                 stage=stage,
                 units=StageUnits(
@@ -301,7 +301,7 @@ class PreparedStep:
                 checkpointed=None if partial is None else checkpointed_on(plan, self.actor, stage, partial),
                 vp_stage=chunks.get(stage),
             )
-            for stage in models
+            for stage, model in models.items()
         }
 
     def announced(self, call: StepCall, config: Any) -> AnnouncedShapes:

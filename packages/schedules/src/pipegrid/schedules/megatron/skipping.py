@@ -1,4 +1,4 @@
-"""A stage of a module whose stages hand on values past others (`ModuleGraph.skips`).
+"""A stage of a module whose stages hand on values: past others (`ModuleGraph.skips`), or to the next one alone.
 
 The model has two methods more: ``set_skips(arrived)``, called before its forward, and ``take_skips()``, called after
 it. Both have tensors by edge, of stages counted inside of the module. On an edge of the chain these go beside what the
@@ -64,6 +64,7 @@ class SkippingStage(MegatronStage):
         return evolve(found, outputs=outputs)
 
 
-def takes_part(graph: ModuleGraph, stage: int) -> bool:
-    """Whether stages of the module of ``stage`` hand on values past others."""
-    return bool(graph.skips) and not set(graph.skips).isdisjoint(graph.edges_inside(graph.module_of(stage)[0]))
+def takes_part(graph: ModuleGraph, stage: int, model: Any) -> bool:
+    """Whether stages of the module of ``stage`` hand on values: past others, or ``model.hands_on`` to the next alone."""
+    past = bool(graph.skips) and not set(graph.skips).isdisjoint(graph.edges_inside(graph.module_of(stage)[0]))
+    return past or bool(unwrapped_attribute(model, "hands_on"))

@@ -57,7 +57,7 @@ def crossings_of(forward: Trace, outline: Outline, uses: Iterable[tuple[Traced, 
             users.setdefault(value, set()).add(finder.stage_of(used))
     for name, stage in finder.lacking():
         users.setdefault(Value(name), set()).add(stage)
-    tensors = {value: tensor for tensor, value, _ in forward.returned.values()}
+    tensors = {value: tensor for each in (forward.inside, forward.returned) for tensor, value, _ in each.values()}
     inputs = [pair for uses in forward.parameters.values() for use in uses for pair in use.inputs]
     tensors |= {Value(one.parameter): one for one, _ in inputs if one.parameter}
     skips = _skips(forward, outline.assignment, finder, users, tensors)
@@ -88,7 +88,9 @@ def _skips(
     kept = {
         stage: {value: place for value, place in values.items() if value in found} for stage, values in held.items()
     }
-    return Skips(found, {stage: values for stage, values in kept.items() if values})
+    parts = {value.part for value in found}
+    inside = {part: result for part, result in forward.results_inside.items() if part in parts}
+    return Skips(found, {stage: values for stage, values in kept.items() if values}, inside)
 
 
 def _delivers(uses: Uses, users: set[int], assignment: Assignment) -> bool:
@@ -108,8 +110,13 @@ class _Finder:
         """The stage that makes a value, or holds a parameter."""
         if value.is_parameter:
             return min(self.holders(value.part))
-        made = next(made for _, one, made in self.forward.returned.values() if one == value)
-        return self.stage_of(made, value.part)
+        every = [*self.forward.returned.values(), *self.forward.inside.values()]
+        made = next(made for _, one, made in every if one == value)
+        return self._stage_of_value(value, made)
+
+    def _stage_of_value(self, value: Value, made: Operation) -> int:
+        """The stage whose part returns a value; of a module inside of a layer, that of the layer."""
+        return self.stage_of(made, "" if value.part in self.forward.results_inside else value.part)
 
     def stage_of(self, operation: Operation, part: str = "") -> int:
         """The stage on which an operation runs; of the model's own code, the one of the next layer.
@@ -171,9 +178,9 @@ class _Finder:
             return []
         if (owner := self.owner_behind(operation)) is not None:  # it runs again on the stage that holds it
             return list(operation.inputs) if owner == stage else None
-        returned = self.forward.returned.get(id(tensor))
-        if returned is not None and returned[2] is operation:
-            return returned[1] if self.stage_of(operation, returned[1].part) != stage else []
+        for returned in (self.forward.returned.get(id(tensor)), self.forward.inside.get(id(tensor))):
+            if returned is not None and returned[2] is operation:
+                return returned[1] if self._stage_of_value(returned[1], operation) != stage else []
         if any(tensor is one for one in self.sent(stage)):
             return []
         if operation.part or not operation.name or operation.draws:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import pickle
 import random
@@ -13,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import ExitStack, contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -81,6 +82,8 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         results: per boundary, stand-ins for what a stage sends there: the model may write to that later.
         reads: how many numbers the host has read of values that are not there, by part.
         returned: what parts and layers have returned, by identity: the tensor, the value, the operation that wrote it.
+        inside: the same of modules inside of layers that have hooks, by which the model's own code takes their results.
+        results_inside: by their names, what they return in the first call, without tensors.
         skipped: of the values of ``skips`` that this model has, what each was made of.
         given: stand-ins for them, which stages have in their place.
         host_drew: where the model's own code drew from Python's or numpy's generator behind the first layer.
@@ -123,6 +126,8 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.reads: Counter[str] = Counter()
         self.host_drew = ""
         self.returned: dict[int, tuple[Traced, Value, Operation]] = {}
+        self.inside: dict[int, tuple[Traced, Value, Operation]] = {}
+        self.results_inside: dict[str, Any] = {}
         self.skipped: dict[Value, str] = {}
         self.given: dict[Value, Traced] = {}
         self._skips, self._calls = skips, Counter[str]()
@@ -394,12 +399,16 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """The part returns ``result``."""
         name = self.parts.pop()
         _set_host_generators(self._outer.pop())
+        self._returns(name, result, self.returned)
+
+    def _returns(self, name: str, result: Any, noted: dict[int, tuple[Traced, Value, Operation]]) -> None:
+        """Note in ``noted`` what a part returns, and give stand-ins for it in place of what is handed on."""
         call = self._calls[name]
         self._calls[name] += 1
         for place, leaf in named_leaves(result):
             if isinstance(leaf, Traced) and leaf.owner is self and not leaf.cell.known:
                 value = Value(name, call, place)
-                self.returned.setdefault(id(leaf), (leaf, value, leaf.made))
+                noted.setdefault(id(leaf), (leaf, value, leaf.made))
                 if value in self._skips:
                     self.skipped[value] = self.reference(leaf)
                     self.given[value] = self._stand_in(leaf)
@@ -433,8 +442,16 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if ends:
                 self.pass_boundary(result)
 
+        def inside(path: str, module: nn.Module, _: Any, result: Any) -> None:
+            if len(module._forward_hooks) > 1:  # noqa: SLF001 -- hooks that the model's own code has put there
+                self._returns(path, result, self.inside)
+                self.results_inside.setdefault(path, tree_map_only(Tensor, _nothing, result))
+
         stack.enter_context(layer.register_forward_pre_hook(begin, with_kwargs=True))
         stack.enter_context(layer.register_forward_hook(end))
+        for path, module in layer.named_modules(prefix=name):
+            if module is not layer:
+                stack.enter_context(module.register_forward_hook(partial(inside, path)))
 
     def end_encoder(self, result: Any) -> None:
         """The encoder returned ``result``, the first of which a stage sends."""
@@ -482,6 +499,12 @@ def _behind(operations: list[Operation]) -> set[int]:
 
 def _inner(value: Any) -> Any:
     return value.behind if isinstance(value, Traced) else value
+
+
+def _nothing(tensor: Tensor) -> Tensor:
+    """In place of a tensor that nothing uses."""
+    with without_modes():
+        return torch.full((), math.nan if tensor.is_floating_point() else 0, dtype=tensor.dtype)
 
 
 def _shown(tensor: Traced) -> str:

@@ -41,6 +41,11 @@ class SlotArrival:
             the first.
         slot: the number of its slot on the position.
         nbytes: of the message; 0 where that is not known.
+
+    Examples:
+        >>> from pipegrid.plans import lower, one_f_one_b
+        >>> plan_buffers(lower(one_f_one_b(2, 1)), nbytes=8).positions[1].arrivals[0].nbytes
+        8
     """
 
     message: Annotated[ReceivedMessage, instance(ReceivedMessage, "a ReceivedMessage(receive, sender)")]

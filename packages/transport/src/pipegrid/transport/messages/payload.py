@@ -245,10 +245,6 @@ class ReceiveBuffers:
             if events:
                 follow(events, self.device)
             return tensors
-        return self.new()
-
-    def new(self) -> Sequence[Tensor]:
-        """Buffers that no message has had."""
         self._tally.allocations += 1
         spare, self._spare = self._spare, None
         return spare or self._new()

@@ -58,7 +58,7 @@ class Slot:
         if tensors is None:
             if len(self._memory) >= _KINDS_KEPT:
                 del self._memory[next(iter(self._memory))]
-            tensors = self._memory[kind] = form.new()
+            tensors = self._memory[kind] = form.take()
         if self._events:
             follow(self._events, form.device)
         return tensors

@@ -87,16 +87,14 @@ class SlotBuffers:
         return self.form.signature
 
     def take(self) -> Sequence[Tensor]:
-        """See `Slot.take`."""
+        """The tensors of the slot in which the message arrives."""
         return self.slot.take(self.form)
 
-    def prepare(self) -> None:
-        """Nothing: the memory of later messages is there."""
-
-    def payload(self, tensors: Sequence[Tensor]) -> Any:
-        """See `ReceiveBuffers.payload`."""
+    def payload(self, tensors: Sequence[Tensor], *, prepare: bool = False) -> Any:
+        """The payload over these tensors; ``prepare`` does nothing, as the memory of later messages is there."""
+        del prepare
         return self.form.payload(tensors)
 
     def release(self, tensors: Sequence[Tensor], events: Sequence[Any]) -> None:
-        """See `Slot.release`."""
+        """The message was read; what comes next to the slot follows ``events``."""
         self.slot.release(self.form, tensors, events)

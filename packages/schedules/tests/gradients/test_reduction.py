@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from torch import nn
@@ -14,6 +12,8 @@ from pipegrid.gradients.reduction.policy import gradient_policy
 from pipegrid.monitor.collectives import Waiting
 from pipegrid.schedules.megatron.config import PipelineConfig
 from plan_kit.groups import Group, Groups
+
+from ..kit.of_job import OfJob
 
 GRAPH = ModuleGraph({"images": 1, "language": 1}, {"images": ["language"]})
 TWO_CHUNKS = ModuleGraph({"images": 2, "language": 1}, {"images": ["language"]})
@@ -26,8 +26,7 @@ class Wrapped(nn.Linear):
 
 def communicator_of(shapes):
     """Of modules with grids of these shapes, dp and cp."""
-    grids = {name: SimpleNamespace(shape=shape, dim_names=("dp", "cp")) for name, shape in shapes.items()}
-    return SimpleNamespace(module_to_grid_map=grids)
+    return OfJob(dims={name: dict(zip(("dp", "cp"), shape, strict=True)) for name, shape in shapes.items()})
 
 
 def settle(*, model=None, chunks=None, grids=None, collection=None, stage=0, graph=GRAPH, frozen=(), **options):

@@ -44,8 +44,8 @@ from pipegrid.transport.collectives.differences import difference
 Models = Mapping[int, torch.nn.Module]
 """This rank's models by stage, in the order of chunks."""
 
-Counted = Callable[[], Mapping[int, torch.Tensor | None]]
-"""The tokens that the loss of each stage counted; None of a stage without a loss. Called where gradients need them."""
+Counted = Mapping[int, torch.Tensor | None]
+"""The tokens that the loss of each stage counted; None of a stage without a loss."""
 
 
 @frozen
@@ -255,9 +255,9 @@ class StepGradients:
         """This rank's part of the job's tokens: all tp ranks of a loss stage see the same ones, the first counts."""
         if not self.policy.per_token:
             return None
-        parts, numbers = [], counted()
+        parts = []
         for stage, model in self.models.items():
-            own = numbers[stage]
+            own = counted[stage]
             if own is None:
                 own = torch.zeros((), dtype=torch.int64, device=device_of(model, None))
             tp = group_of(self.pg_collection, self.policy.names[stage], "tp")

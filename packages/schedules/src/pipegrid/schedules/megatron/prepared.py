@@ -346,10 +346,6 @@ class PreparedStep:
             last.prepared, last.gradients = self, gradients if lasts else None
         return gradients
 
-    def counted(self) -> dict[int, torch.Tensor | None]:
-        """The tokens that the losses of each stage have counted."""
-        return {number: stage.num_tokens for number, stage in self.stages.items()}
-
     def begin(self, hooks: Sequence[Hook], reduce_tie: Callable[[str], None] | None = None) -> None:
         """Store the hooks of a call, and its effect of a ``REDUCE`` of a tied parameter, by name."""
         self._hooks.current, self._reduce_tie = hooks, reduce_tie or _nothing

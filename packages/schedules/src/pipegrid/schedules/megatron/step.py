@@ -125,7 +125,8 @@ def _train(prepared: PreparedStep, gradients: StepGradients, call: StepCall, out
         if call.sums is not None:
             call.sums.begin(infos_of(prepared))
             tokens = partial(_second, call.sums)
-        gradients.finish(prepared.counted, tokens, force_all_reduce=forced)
+        counted = {number: stage.num_tokens for number, stage in prepared.stages.items()}
+        gradients.finish(counted, tokens, force_all_reduce=forced)
 
     with _AS_IT_IS if reduction is None else set_aside(reduction.parameters):
         prepared.runtime.step(start=compare, finish=finish, agree=prepared.agreement, batch=call.batch)

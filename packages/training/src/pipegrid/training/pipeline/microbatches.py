@@ -87,8 +87,7 @@ def microbatches(
         StepArgumentError: no rows, fewer than microbatches, entries without these rows, or rows that do not divide.
     """
     if isinstance(batch, Mapping):
-        number = rows.number(batch)
-        return rows.split(batch, _count(number, count, size), number)
+        return rows.split(batch, _count(rows.number(batch), count, size))
     if isinstance(batch, Sequence) and batch and all(isinstance(each, Mapping) for each in batch):
         return list(batch)
     raise StepArgumentError(f"batch is {shown(batch)}; give a dict of tensors, or a list of one for each microbatch")

@@ -87,17 +87,17 @@ class Rows:
         """The rows of a microbatch that a script has cut: of what is known to have them, else of its first tensor."""
         return next(iter(self._first_lengths(part).values()), 1)
 
-    def split(self, batch: Mapping[str, Any], count: int, rows: int | None = None) -> list[Mapping[str, Any]]:
-        """``count`` parts of a batch of at least as many ``rows``, its `number`; the first ones have a row more.
+    def split(self, batch: Mapping[str, Any], count: int) -> list[Mapping[str, Any]]:
+        """``count`` parts of a batch of at least as many rows; the first ones have a row more.
 
         Raises:
             StepArgumentError: an entry cannot be cut, or could be along two axes.
         """
         if count == 1:
             return [batch]
-        number = self.number(batch) if rows is None else rows
-        axes = self._once("axes", batch, lambda: self._axes(batch, number, count))
-        sizes = [number // count + (place < number % count) for place in range(count)]
+        rows = self.number(batch)
+        axes = self._once("axes", batch, lambda: self._axes(batch, rows, count))
+        sizes = [rows // count + (number < rows % count) for number in range(count)]
         return _split(batch, axes, list(pairwise(accumulate(sizes, initial=0))))
 
     def joined(self, parts: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:

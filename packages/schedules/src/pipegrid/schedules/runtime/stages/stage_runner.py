@@ -199,12 +199,13 @@ class StageRunner:
         roots, gradients = self._starts(live, piece)
         if roots:
             run_backward(roots, gradients)
-        own = self._apart(live, piece)
+        own = self._apart(live, piece) if self.reuses else None
         for queue, payload in zip(self.gradients_out, live.inputs, strict=True):
             is_one = isinstance(payload, torch.Tensor)
             gradient = _taken(payload) if is_one else map_tensors(payload, _taken)
             queue.put(piece, gradient if own is None else map_tensors(gradient, own))
-        self._let_go(piece)
+        if self.reuses:
+            self._let_go(piece)
         if live.part is not None:
             self.flight.forget(live.part, piece)
 
@@ -240,7 +241,7 @@ class StageRunner:
             # As in a whole backward: an unused input has a gradient of zeros, and a gradient that an operator returns
             # as a view (of a transpose, a sum) is made contiguous, as accumulation into `grad` would make it.
             by_input[id(tensor)] = torch.zeros_like(tensor) if gradient is None else gradient.contiguous()
-        own = self._apart(live, piece)
+        own = self._apart(live, piece) if self.reuses else None
         for queue, payload in zip(self.gradients_out, live.inputs, strict=True):
             is_one = isinstance(payload, torch.Tensor)
             gradient = by_input.get(id(payload)) if is_one else map_tensors(payload, lambda one: by_input.get(id(one)))
@@ -253,17 +254,16 @@ class StageRunner:
         """``W``."""
         self._settle()
         backward_weights(self.flight.halves.pop(piece))
-        self._let_go(piece)
+        if self.reuses:
+            self._let_go(piece)
 
-    def _apart(self, live: InFlight, piece: int) -> Callable[[torch.Tensor], torch.Tensor] | None:
-        """What makes a gradient one that is not in memory which messages have come to; None where none does."""
-        if not self.reuses:
-            return None
+    def _apart(self, live: InFlight, piece: int) -> Callable[[torch.Tensor], torch.Tensor]:
+        """What makes a gradient one that is not in memory which messages have come to."""
         return partial(copied_from, memory_of([*flatten(list(live.inputs)), *self._came.get(piece, ())]))
 
     def _let_go(self, piece: int) -> None:
         """After the last backward of a piece: parameters whose gradients are in received memory get their own."""
-        if self.reuses and (came := self._came.pop(piece, None)):
+        if came := self._came.pop(piece, None):
             keep_own_gradients(modules_of(self.stage), came)
 
     def _starts(self, live: InFlight, piece: int) -> tuple[list[GradientEdge], list[torch.Tensor]]:

@@ -219,10 +219,11 @@ def fsdp2(family: Family, world: World) -> None:
 
 
 def _require_sharded_alone(family: Family, world: World) -> None:
-    """Raise where ``fully_shard`` of the layers of the whole model fails as well, without a pipeline."""
-    whole = whole_model(family)
+    """Raise where ``fully_shard`` of the whole model and its layers fails as well, without a pipeline."""
+    whole, mesh = whole_model(family), world.grid(2).to_device_mesh(["dp"])
     for name in pipeline_stage(whole, family.layouts[2], 0, names=family.names).assignment.layers:
-        fully_shard(whole.get_submodule(name), mesh=world.grid(2).to_device_mesh(["dp"]))
+        fully_shard(whole.get_submodule(name), mesh=mesh)
+    fully_shard(whole, mesh=mesh)
     try:
         whole(**as_given(family, family.batch(0)))
     except Exception as error:

@@ -65,6 +65,6 @@ class SkippingStage(MegatronStage):
 
 
 def takes_part(graph: ModuleGraph, stage: int, model: Any) -> bool:
-    """Whether stages of the module of ``stage`` hand on values: past others, or ``model.hands_on`` to the next alone."""
+    """Whether stages of the module of ``stage`` hand on values: past others, or by ``model.hands_on`` to the next."""
     past = bool(graph.skips) and not set(graph.skips).isdisjoint(graph.edges_inside(graph.module_of(stage)[0]))
     return past or bool(unwrapped_attribute(model, "hands_on"))

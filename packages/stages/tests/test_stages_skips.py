@@ -180,15 +180,18 @@ class Exits(nn.Module):
         return torch.stack(exits)
 
 
-def test_a_head_after_every_layer_runs_on_the_last_stage():
-    names = Names("layers", embedding=("embed",), head=("head",))
-    found = check_stages(Exits, "Et|tt|tL", ids(), names=names, loss=_mean, dtype=torch.float64)
+@pytest.mark.parametrize("layout", ["Et|tt|tL", "Ettt|tL"])
+def test_a_head_after_every_layer_runs_on_the_last_stage(layout):
+    found = check_stages(Exits, layout, ids(), names=BLOCKS, loss=_mean, dtype=torch.float64)
     assert max(one.error for one in found.gradients) < 1e-12
     assert [one.value for one in found.proof.skips] == ["layers.0", "layers.1"]
+
+
+def test_a_layer_that_reads_what_a_head_behind_it_returned_is_an_error():
     with pytest.raises(
         CutError, match=r"head\.weight is on stage 2, and stage 1 uses it by t in head \(test_stages_skips"
     ):
-        prove_cut(lambda: Exits(read=True), "Et|tt|tL", ids(), names=names, loss=_mean).require()
+        prove_cut(lambda: Exits(read=True), "Et|tt|tL", ids(), names=BLOCKS, loss=_mean).require()
 
 
 def _balanced(output):

@@ -10,6 +10,7 @@ import torch
 import torch._dynamo
 from attrs import field, frozen
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 from pipegrid.schedules import Monitor, PipelineConfig, PipelineError, get_forward_backward_func, stage_places
 from pipegrid.topology import HyperCommGrid, ProcessGroupCollection, control_store
@@ -202,14 +203,34 @@ def _loss(output):
 
 def fsdp2(family: Family, world: World) -> None:
     """FSDP2 over two replicas of two stages, gathered and reduced by the plan."""
-    step(
-        family,
-        world,
-        "1f1b",
-        dp=2,
-        shard="step",
-        prepare=lambda stage, grid: sharded(stage, grid.to_device_mesh(["dp"])),
-    )
+    try:
+        step(
+            family,
+            world,
+            "1f1b",
+            dp=2,
+            shard="step",
+            prepare=lambda stage, grid: sharded(stage, grid.to_device_mesh(["dp"])),
+        )
+    except PipelineError as error:
+        if "managed by another FSDP group" in str(error.__cause__):
+            _require_sharded_alone(family, world)
+        raise
+
+
+def _require_sharded_alone(family: Family, world: World) -> None:
+    """Raise where ``fully_shard`` of the whole model and its layers fails as well, without a pipeline."""
+    whole, mesh = whole_model(family), world.grid(2).to_device_mesh(["dp"])
+    for name in pipeline_stage(whole, family.layouts[2], 0, names=family.names).assignment.layers:
+        fully_shard(whole.get_submodule(name), mesh=mesh)
+    fully_shard(whole, mesh=mesh)
+    try:
+        whole(**as_given(family, family.batch(0)))
+    except Exception as error:
+        text = str(error).splitlines()[0]
+        raise FailsAloneError(
+            f"fully_shard of the layers, without a pipeline: {type(error).__name__}: {text}"
+        ) from error
 
 
 # Dynamo compiles a forward a few times, and then leaves it in eager mode without a word.

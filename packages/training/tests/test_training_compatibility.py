@@ -59,9 +59,8 @@ def test_the_page_says_its_versions_and_its_refusals():
     made = PAGE.read_text().partition(BEGIN)[2].partition(END)[0]
     assert re.search(r"^torch \d+\.\d+\.\d+, transformers \d+\.\d+\.\d+, \d{4}-\d\d-\d\d: \d+ families", made.strip())
     used = {int(number) for number in re.findall(r"(?:unsupported|fails alone) \((\d+)\)", made)}
-    listed = [
-        int(number) for number in re.findall(r"^(\d+)\. (?:`\w+Error`|torch.compile of .*): \w", made, re.MULTILINE)
-    ]
+    kinds = r"`\w+Error`|torch\.compile of .*|fully_shard of .*"
+    listed = [int(number) for number in re.findall(rf"^(\d+)\. (?:{kinds}): \w", made, re.MULTILINE)]
     assert listed == sorted(used) == list(range(1, len(used) + 1))
 
 

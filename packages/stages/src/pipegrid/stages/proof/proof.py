@@ -25,7 +25,7 @@ from pipegrid.stages.names import Names
 from pipegrid.stages.proof.boundaries import Boundary, Crossing, CutProof, Skip, named
 from pipegrid.stages.proof.outline import Outline
 from pipegrid.stages.proof.segments import ModelCall, difference
-from pipegrid.stages.proof.skipping import Crossings, crossings_of, running
+from pipegrid.stages.proof.skipping import Crossings, crossings_of, is_there, running
 from pipegrid.stages.proof.trace import Trace, trace
 from pipegrid.stages.proof.traced import Operation, Traced
 from pipegrid.stages.skeleton import Needs
@@ -153,7 +153,7 @@ def _proof_of(outline: Outline, call: ModelCall, host: HostState, dropped: Seque
         () if skips is None else tuple(_handed_on(crossed)),
     )
     needs = Needs(
-        tuple(_missing(forward, outline, places[assignment.num_stages - 1])) if places else (),
+        tuple(_missing(forward, outline, places[assignment.num_stages - 1], crossed.skips)) if places else (),
         any(one.writes for one in runs),
         frozenset(stage for stage, at in places.items() if at in forward.dicts),
         forward.encoder,
@@ -231,14 +231,16 @@ def _longer(forward: Trace, ids: Any) -> bool:
     return isinstance(ids, Tensor) and any(math.prod(one.shape[:-1]) != ids.numel() for one in hidden)
 
 
-def _missing(forward: Trace, outline: Outline, boundary: int) -> Iterator[str]:
+def _missing(forward: Trace, outline: Outline, boundary: int, skips: Skips) -> Iterator[str]:
     """The places in the forward's result of what a stage behind ``boundary`` cannot make."""
-    sent = forward.sent[boundary]
+    sent, last = forward.sent[boundary], outline.assignment.num_stages - 1
     if outline.encoder is not None and boundary > outline.encoder[1]:
         sent = sent + forward.sent[outline.encoder[1]]
     for path, leaf in named_leaves(forward.result):
         early = isinstance(leaf, Traced) and leaf.cell.placed and leaf.made.passed <= boundary
         if early and not any(leaf is one for one in sent):
+            if skips.uses and is_there(forward, outline, skips, leaf, last):
+                continue
             yield path
 
 
@@ -450,6 +452,9 @@ def _kind(value: Any) -> object:
     return repr(value) if value is None or isinstance(value, (bool, int, float, str)) else type(value).__name__
 
 
+_HAS_GRADIENT: Any = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
+
+
 class Absent(Tensor):
     """Stands for what the model returns and another stage makes."""
 
@@ -464,8 +469,10 @@ class Absent(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Raise: the value is not here."""
-        del func, types
+        """Raise: the value is not here. It has no gradient, which FSDP2 asks of all that a stage returns."""
+        del types
+        if func == _HAS_GRADIENT:
+            return False
         place = next(one.place for one in tree_leaves((args, kwargs)) if isinstance(one, Absent))
         raise CutError(f"output{place} of the model is made on an earlier stage, and is used on the last one")
 

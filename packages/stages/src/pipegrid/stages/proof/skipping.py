@@ -65,6 +65,13 @@ def crossings_of(forward: Trace, outline: Outline, uses: Iterable[tuple[Traced, 
     return Crossings(skips, {value: tensors[value] for value in skips.uses}, frozenset(parameters), frozenset(left))
 
 
+def is_there(forward: Trace, outline: Outline, skips: Skips, tensor: Traced, stage: int) -> bool:
+    """Whether a stage has what it needs to make a tensor: by its own parts, or of what is handed on to it."""
+    finder = _Finder(forward, outline.assignment, None if outline.encoder is None else outline.encoder[1])
+    lacking = finder.values((tensor, tensor.made), stage)
+    return lacking is not None and lacking <= skips.there(stage)
+
+
 def _skips(
     forward: Trace,
     assignment: Assignment,

@@ -160,7 +160,7 @@ def report(row: Row, ranks: Sequence[Kept], *, microbatches: int) -> tuple[bool,
         lines.append(f"  {'':<18}{'left':<8}{_cells(left)}  after the step")
     lines += [
         f"  {'':<18}{'slots':<8}{_cells(slots)}  of received messages, reuse_buffers=True",
-        f"  {'':<18}{'ours':<8}{_cells(received)}  {'equal' if received == slots else 'DIFFERENT'}",
+        f"  {'':<18}{'lanes':<8}{_cells(received)}  {'equal' if received == slots else 'DIFFERENT'}",
     ]
     if all("torch" in rank.peaks for rank in ranks):
         lines.append(f"  {'':<18}{'torch':<8}{_cells([rank.peaks['torch'][0] for rank in ranks])}")

@@ -310,14 +310,14 @@ MUTATIONS = (
     ),
     Mutation(
         "schedules/runtime/stages/edge_queues.py",
-        "self._unposted = expected - first",
-        "self._unposted = expected",
+        "self.unposted = expected - first",
+        "self.unposted = expected",
         "more receives are posted than the plan has",
         "runtime/test_receives_ahead.py",
     ),
     Mutation(
         "schedules/runtime/stages/edge_queues.py",
-        "        if piece in self.unread.left:\n            self.unread.end(piece)\n",
+        "            if piece in self.unread.left:\n                self.unread.end(piece)\n",
         "",
         "an output that was changed in place before its send had ended is not noticed",
         "runtime/test_static_outputs.py runtime/test_stage_runner.py",

@@ -89,9 +89,9 @@ def test_a_finalizer_is_asked_first_and_told_the_tokens():
     def finalize(models, num_tokens, pg_collection):
         calls.append((len(models), None if num_tokens is None else int(num_tokens), pg_collection))
 
-    settle(finalize_model_grads_func=finalize)(lambda: {0: torch.tensor(7)})
-    settle(finalize_model_grads_func=finalize, calculate_per_token_loss=True)(lambda: {0: torch.tensor(7)})
-    settle(finalize_model_grads_func=finalize, calculate_per_token_loss=True)(lambda: {0: None})
+    settle(finalize_model_grads_func=finalize)({0: torch.tensor(7)})
+    settle(finalize_model_grads_func=finalize, calculate_per_token_loss=True)({0: torch.tensor(7)})
+    settle(finalize_model_grads_func=finalize, calculate_per_token_loss=True)({0: None})
     assert calls == [(1, None, None), (1, 7, None), (1, 0, None)]
 
 
@@ -99,7 +99,7 @@ def test_one_lane_of_two_of_the_loss_is_divided_by_two():
     """The encoder's one lane saw the sum of two lanes' losses, each a mean over its own half."""
     model = nn.Linear(1, 1, bias=False)
     model.weight.grad = torch.ones_like(model.weight)
-    settle(model=model, grids={"images": (1, 1), "language": (2, 1)}, collection=Groups())(lambda: {0: None})
+    settle(model=model, grids={"images": (1, 1), "language": (2, 1)}, collection=Groups())({0: None})
     assert model.weight.grad.item() == 0.5
 
 
@@ -109,21 +109,21 @@ def test_chunks_that_share_a_parameter_finish_it_once():
     last.weight = first.weight
     first.weight.grad = torch.ones_like(first.weight)
     grids = {"images": (1, 1), "language": (2, 1)}
-    settle(chunks={0: first, 1: last}, graph=TWO_CHUNKS, grids=grids, collection=Groups())(lambda: {0: None, 1: None})
+    settle(chunks={0: first, 1: last}, graph=TWO_CHUNKS, grids=grids, collection=Groups())({0: None, 1: None})
     assert first.weight.grad.item() == 0.5
     told = []
 
     def finalize(models, *_, **__):
         told.extend(models)
 
-    settle(chunks={0: first, 1: last}, graph=TWO_CHUNKS, finalize_model_grads_func=finalize)(lambda: {0: None, 1: None})
+    settle(chunks={0: first, 1: last}, graph=TWO_CHUNKS, finalize_model_grads_func=finalize)({0: None, 1: None})
     assert told == [first, last]
 
 
 def test_all_chunks_reduce_by_themselves_or_none():
     with pytest.raises(GradientError, match="some chunks of a module reduce by themselves"):
         settle(chunks={0: Wrapped(1, 1), 1: nn.Linear(1, 1)}, graph=TWO_CHUNKS)
-    settle(chunks={0: Wrapped(1, 1), 1: Wrapped(1, 1)}, graph=TWO_CHUNKS)(lambda: {0: None, 1: None})
+    settle(chunks={0: Wrapped(1, 1), 1: Wrapped(1, 1)}, graph=TWO_CHUNKS)({0: None, 1: None})
 
 
 def test_modules_on_one_rank_count_the_tokens_of_the_job_together():
@@ -135,7 +135,7 @@ def test_modules_on_one_rank_count_the_tokens_of_the_job_together():
 
     both = {0: nn.Linear(1, 1), 1: nn.Linear(1, 1)}
     finish = settle(chunks=both, finalize_model_grads_func=finalize, calculate_per_token_loss=True)
-    finish(lambda: {0: None, 1: torch.tensor(7)})
+    finish({0: None, 1: torch.tensor(7)})
     assert counted == [(2, 7)]
 
 
@@ -157,13 +157,13 @@ def test_a_frozen_module_needs_no_groups():
     grids = {"images": (2, 1), "language": (1, 1)}
     with pytest.raises(GradientError, match=r"'images' must be summed .*, but nothing sums"):
         settle(grids=grids)
-    settle(grids=grids, frozen=("images",))(lambda: {0: None})
+    settle(grids=grids, frozen=("images",))({0: None})
 
 
 def test_means_of_fully_shard_fit_a_finalizer_only_over_the_lanes_of_the_loss(monkeypatch):
     monkeypatch.setattr("pipegrid.gradients.reduction.policy.fsdp_divisors", lambda model: {id(model): None})
     finalize = {"finalize_model_grads_func": lambda *_, **__: None}
-    settle(grids={"images": (2, 1), "language": (2, 1)}, **finalize)(lambda: {0: None})
+    settle(grids={"images": (2, 1), "language": (2, 1)}, **finalize)({0: None})
     with pytest.raises(GradientError, match="divided by 1, but fully_shard averages over them"):
         settle(grids={"images": (2, 1), "language": (1, 1)}, **finalize)
     with pytest.raises(GradientError, match=r"\(dp x cp: 2\) and divided by 1, but fully_shard averages"):

@@ -31,7 +31,7 @@ from pipegrid.bridges import EdgeOptions, MultiModulePipelineCommunicator
 from pipegrid.core.tables import text_table
 from pipegrid.planner import Device, Job, Layers, ModuleCosts, Network
 from pipegrid.planner.choice import Candidate
-from pipegrid.planner.grids import Arrangement, Part
+from pipegrid.planner.grids import Arrangement, GridPart
 from pipegrid.planner.model import CostModel
 from pipegrid.planner.stages import Shape
 from pipegrid.plans.plan import COMPUTES
@@ -71,7 +71,7 @@ class Case:
         tp, pp, count = GRIDS[self.language]
         grids: dict[Where, tuple[int, int]] = {"same": (1, pp), "all": (pp, 1), "apart": (self._lanes, 1)}
         lanes, depth = grids[self.where]
-        parts = Part("vision", tp, 1, lanes, depth), Part("language", tp, 1, 1, pp)
+        parts = GridPart("vision", tp, 1, lanes, depth), GridPart("language", tp, 1, 1, pp)
         job = Job(
             modules=(
                 ModuleCosts("vision", (vision_layers(self.vision),), message(VISION, self.vision), frozen=self.frozen),

@@ -46,7 +46,7 @@ from pipegrid.planner import (
     read_job,
 )
 from pipegrid.planner.choice import Candidate
-from pipegrid.planner.grids import Arrangement, Part
+from pipegrid.planner.grids import Arrangement, GridPart
 from pipegrid.planner.model import CostModel
 from pipegrid.planner.script import training_script
 from pipegrid.planner.stages import Shape
@@ -101,7 +101,7 @@ def choices(of: Job, *, quick: bool) -> Iterator[Choice]:
         ((1, 2), (2, 1), ("1f1b",), None),
     ]
     for vision, language, schedules, text in table[4:5] if quick else table:
-        parts = Part("vision", 1, 1, *vision), Part("language", 1, 1, *language)
+        parts = GridPart("vision", 1, 1, *vision), GridPart("language", 1, 1, *language)
         arrangement = Arrangement(parts)
         for schedule in schedules:
             places = stage_places(schedule, language[1])

@@ -75,7 +75,6 @@ def rank(microbatches: int, steps: int, width: int) -> None:
     import torch.distributed as dist
     from torch import nn
     from torch.distributed.pipelining import PipelineStage, ScheduleZBVZeroBubble
-    from torch.distributed.pipelining.stage import _PipelineStageBase
 
     from pipegrid.plans import lower, v_half, v_min
     from pipegrid.schedules import torch_schedule
@@ -92,11 +91,9 @@ def rank(microbatches: int, steps: int, width: int) -> None:
     loss = nn.functional.mse_loss
 
     def made(name: str) -> object:
-        stages: list[_PipelineStageBase] = [
-            PipelineStage(modules[n], n, 2 * size, torch.device("cpu")) for n in numbers
-        ]
+        stages = [PipelineStage(modules[n], n, 2 * size, torch.device("cpu")) for n in numbers]
         if name == SCHEDULES[0]:
-            return ScheduleZBVZeroBubble(stages, microbatches, loss_fn=loss)
+            return ScheduleZBVZeroBubble([*stages], microbatches, loss_fn=loss)
         plan = {"v_half": v_half, "v_min": v_min}[name](size, microbatches)
         return torch_schedule(lower(plan), stages, loss_fn=loss)
 

@@ -25,7 +25,7 @@ from pipegrid.core.tables import text_table
 from pipegrid.layout import PipelineParallelLayerLayout
 from pipegrid.planner import Choice, Device, Job, Layers, ModuleCosts, Network, Training, layer_costs
 from pipegrid.planner.choice import Candidate
-from pipegrid.planner.grids import Arrangement, Part
+from pipegrid.planner.grids import Arrangement, GridPart
 from pipegrid.planner.model import CostModel
 from pipegrid.planner.stages import Shape
 from pipegrid.schedules import Recording, position_of, recorded_costs, stage_places
@@ -77,7 +77,7 @@ class Case:
 
     def choice(self, of: Job) -> Choice:
         """The planner's prediction."""
-        parts = Part("images", 1, 1, self.lanes, 1), Part("language", 1, 1, self.dp, self.pp)
+        parts = GridPart("images", 1, 1, self.lanes, 1), GridPart("language", 1, 1, self.dp, self.pp)
         layouts = PipelineParallelLayerLayout("e", 1), PipelineParallelLayerLayout(self.layout, self.pp)
         places = stage_places(self.schedule, self.pp, self.chunks)
         shape = Shape(CostModel(of), Arrangement(parts, self.together), places, layouts)

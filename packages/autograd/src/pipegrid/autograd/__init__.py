@@ -5,10 +5,10 @@ from pipegrid.autograd.deallocate import free_storage, require_deallocatable
 from pipegrid.autograd.engine import run_backward, shape_of_gradient
 from pipegrid.autograd.partition import input_path_of
 from pipegrid.autograd.split_backward import WeightHalf, backward_inputs, backward_weights
+from pipegrid.autograd.tree import is_compiled_in_place
 from pipegrid.autograd.unsplittable import (
     SplitBackwardError,
     compiled_modules,
-    is_compiled_in_place,
     require_splittable,
 )
 

@@ -1,4 +1,4 @@
-"""The modules of a model in one walk, for what looks at them in every step; which of them FSDP2 has sharded."""
+"""The modules of a model in one walk, as each step looks at them: which are sharded by FSDP2, which are compiled."""
 
 from __future__ import annotations
 
@@ -29,3 +29,16 @@ def fsdp_among(modules: Iterable[torch.nn.Module]) -> list[Any]:
     if fsdp is None:
         return []
     return [module for module in modules if isinstance(module, fsdp.FSDPModule)]
+
+
+def is_compiled_in_place(module: torch.nn.Module) -> bool:
+    """Whether `torch.nn.Module.compile` was called: the module calls compiled code, which a copy of it has not.
+
+    There is no public way to ask; pinned by `tests/autograd/test_torch_facts.py`.
+
+    Examples:
+        >>> import torch
+        >>> is_compiled_in_place(torch.nn.Linear(4, 4))
+        False
+    """
+    return module._compiled_call_impl is not None  # noqa: SLF001

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch.autograd.graph import Node
 
+from pipegrid.autograd.tree import is_compiled_in_place
+
 UNSPLITTABLE = "CheckpointFunctionBackward"
 """A reentrant checkpoint: it cannot run while others of its graph are kept for later."""
 COMPILED = "CompiledFunctionBackward"
@@ -80,19 +82,6 @@ def compiled_modules(model: Any) -> list[str]:
         for name, module in _modules(model)
         if name.endswith("_orig_mod") or is_compiled_in_place(module)
     ]
-
-
-def is_compiled_in_place(module: torch.nn.Module) -> bool:
-    """Whether `torch.nn.Module.compile` was called: the module calls compiled code, which a copy of it has not.
-
-    There is no public way to ask; pinned by `tests/autograd/test_torch_facts.py`.
-
-    Examples:
-        >>> import torch
-        >>> is_compiled_in_place(torch.nn.Linear(4, 4))
-        False
-    """
-    return module._compiled_call_impl is not None  # noqa: SLF001
 
 
 def _modules(model: Any) -> list[tuple[str, torch.nn.Module]]:

@@ -9,6 +9,7 @@ from torch import nn
 from pipegrid.core.edge import Edge
 from pipegrid.stages import Names, check_stages, pipeline_stage, prove_cut
 from pipegrid.stages.errors import CutError
+from pipegrid.stages.torch_compat import num_forward_hooks
 from stages_kit.skipping_models import (
     BLOCKS,
     EXPERTS,
@@ -242,3 +243,12 @@ def test_what_the_models_own_code_draws_is_not_handed_on():
     found = prove_cut(Random, "Ett|ttL", ids(), names=Names("layers", embedding=("embed",)), loss=_mean)
     with pytest.raises(CutError, match="made by .* in the model"):
         found.require()
+
+
+def test_torch_keeps_the_forward_hooks_of_a_module_in_one_table():
+    """A fact of torch, by which hooks of a model's own code are found: there is no public way to ask."""
+    module = torch.nn.Linear(1, 1)
+    hooks = [module.register_forward_hook(print, with_kwargs=bool(number)) for number in range(2)]
+    assert num_forward_hooks(module) == 2
+    hooks[0].remove()
+    assert num_forward_hooks(module) == 1

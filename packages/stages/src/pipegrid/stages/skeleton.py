@@ -26,6 +26,7 @@ from pipegrid.stages.torch_compat import (
     memory_of,
     meta_copy,
     nan_like,
+    num_forward_hooks,
     on_meta,
     tensors_in,
     tree_leaves,
@@ -261,7 +262,7 @@ class LayerPlaceholder(Placeholder):
             for part, module in vars(self).get("inside", {}).items():
                 if part not in self.run.given:
                     continue
-                if len(module._forward_hooks) < 2:  # noqa: SLF001 -- one hands on what came
+                if num_forward_hooks(module) < 2:  # one hands on what came
                     raise CutError(
                         f"the model takes by a hook what {part} returns, and it put its hooks on this stage in an "
                         "earlier call that needed none there; make a step the first call of the stages"

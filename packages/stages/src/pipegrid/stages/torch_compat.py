@@ -103,6 +103,11 @@ class Shapes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return called_on_meta(func, args, kwargs)
 
 
+def num_forward_hooks(module: nn.Module) -> int:
+    """The number of forward hooks of a module, which has no public name."""
+    return len(module._forward_hooks)  # noqa: SLF001
+
+
 def extent_of(tensor: Tensor) -> int:
     """Bytes from the first to the last element."""
     if not tensor.numel():

@@ -43,6 +43,7 @@ from pipegrid.stages.torch_compat import (
     is_random,
     name_of,
     named_leaves,
+    num_forward_hooks,
     on_meta,
     reads_shapes_only,
     tensors_in,
@@ -443,7 +444,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.pass_boundary(result)
 
         def inside(path: str, module: nn.Module, _: Any, result: Any) -> None:
-            if len(module._forward_hooks) > 1:  # noqa: SLF001 -- hooks that the model's own code has put there
+            if num_forward_hooks(module) > 1:  # also hooks that the model's own code has put there
                 self._returns(path, result, self.inside)
                 self.results_inside.setdefault(path, tree_map_only(Tensor, _nothing, result))
 

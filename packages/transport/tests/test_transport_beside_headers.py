@@ -88,7 +88,7 @@ def test_what_is_asked_of_gloo(ranks):
             if ranks.rank == 0:
                 lane.isend(torch.zeros(length, dtype=torch.uint8)).wait()
             else:
-                lane.irecv(attended=True).wait()
+                lane.irecv(blocking=True).wait()
             ranks.barrier()
         seen = list(seen)  # without the end of the lane
     header = 512

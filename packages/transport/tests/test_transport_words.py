@@ -84,7 +84,7 @@ class TestLastWords:
                 with pytest.raises(P2PMismatchError):
                     lanes[lane].isend({**first, "x": torch.ones(1)})
             else:
-                assert lanes[lane].irecv(attended=True).result().keys() == first.keys()
+                assert lanes[lane].irecv(blocking=True).result().keys() == first.keys()
                 with pytest.raises(P2PMismatchError, match=r"message 1.*\(rank 0 ended lane 0>1.there.\)"):
                     lanes[lane].irecv().wait()
                 assert isinstance(lanes[lane].error, P2PMismatchError)

@@ -58,7 +58,7 @@ def torch_schedule(
 
 
 def _keep_first_messages_off_its_own_rank(stage: Any) -> None:
-    """Drop messages to the stage's own rank from the first step of torch 2.11: gloo refuses those of a V."""
+    """Remove messages to the own rank, of a V, from torch 2.11's first step: gloo raises an error for them."""
     messages = getattr(stage, "_get_init_p2p_neighbors_ops", None)
     if messages is not None:
         stage._get_init_p2p_neighbors_ops = lambda: [one for one in messages() if one.group_peer != stage.group_rank]  # noqa: SLF001

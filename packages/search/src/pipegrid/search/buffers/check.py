@@ -1,9 +1,12 @@
 """The proof that no slot is written while it is read: a replay of a position's steps that counts who holds what.
 
-It shares nothing with the colouring but the list of messages: no lifetime is computed. A forward takes what has come to
-it, and what the trained stages of its position that feed it have taken, since their outputs may be views of that. Its
-last backward lets go of all of it; a stage without one does once all that it gives is taken. A slot is free when nobody
-holds its message.
+The replay shares only the list of messages with the colouring: it computes no lifetimes. The holders of a message are:
+
+- each forward that receives it, from there to the last backward of its microbatch;
+- each later forward of the position whose input may be a view of it, by outputs of trained stages, likewise;
+- where a stage has no backward, the forward until the last of its outputs is taken.
+
+A slot is free when its message has no holder.
 """
 
 from __future__ import annotations

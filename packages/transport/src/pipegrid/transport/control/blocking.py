@@ -86,7 +86,7 @@ class NeighbourTransfers:
             return lane.isend(value)
         if not self._takes_any_receive:
             self._require_receivable(value, name)
-        return lane.irecv(value, attended=True)
+        return lane.irecv(value, blocking=True)
 
     def _require_receivable(self, shapes: Any, flag: str) -> None:
         """Raise for a receive without the dtype or shape that it needs, before anything is sent."""

@@ -204,13 +204,13 @@ class Lane:
         submit(transfer)
         return transfer
 
-    def irecv(self, shapes: Any = None, *, attended: bool = False, slot: Slot | None = None) -> ReceiveTransfer:
+    def irecv(self, shapes: Any = None, *, blocking: bool = False, slot: Slot | None = None) -> ReceiveTransfer:
         """Start receiving the next message.
 
         Args:
             shapes: one shape for one tensor, a list of shapes (None where no tensor comes) for a list; None takes the
                 message as it was sent. Where shapes vary, only the form counts: one tensor, or a list of so many.
-            attended: the caller waits for it before anything else, so no thread needs to look after its header.
+            blocking: the caller waits for it before anything else, so no thread needs to look after its header.
             slot: where it arrives; None is memory of the lane. For lanes with `takes_slots`.
 
         Raises:
@@ -238,7 +238,7 @@ class Lane:
         ):
             posted = self._receive_plain(plain[1] if slot is None else SlotBuffers(plain[1], slot), submit)
         else:
-            posted = self._receive(shapes, attended=attended, slot=slot)
+            posted = self._receive(shapes, blocking=blocking, slot=slot)
         if not early:
             return posted
         self._later -= 1
@@ -252,10 +252,10 @@ class Lane:
             )
         slot.reserve()
 
-    def _receive(self, shapes: Any, *, attended: bool = False, slot: Slot | None = None) -> ReceiveTransfer:
+    def _receive(self, shapes: Any, *, blocking: bool = False, slot: Slot | None = None) -> ReceiveTransfer:
         self._require_usable(sending=False)
         transfer = ReceiveTransfer(self)
-        transfer.attended, transfer.slot = attended, slot
+        transfer.blocking, transfer.slot = blocking, slot
         self.incoming.expect(transfer, shapes)
         self._submit(transfer)
         return transfer

@@ -115,8 +115,8 @@ class LaneTransfers(ABC):
 
     def started(self, transfer: Transfer) -> None:
         """Hand a started transfer to the lane's thread, unless a caller waits for it. Not under the lock."""
-        unattended = isinstance(transfer, ReceiveTransfer) and not (transfer.is_ready or transfer.attended)
-        if transfer.callbacks or unattended:
+        needs_thread = isinstance(transfer, ReceiveTransfer) and not (transfer.is_ready or transfer.blocking)
+        if transfer.callbacks or needs_thread:
             self._look_after(transfer)
 
     @abstractmethod

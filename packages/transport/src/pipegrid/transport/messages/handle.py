@@ -196,7 +196,7 @@ class ReceiveTransfer(Transfer):
     buffers: Buffers | None = None  # once the shapes are known
     _payload: Any = _UNBUILT
     slot: Slot | None = None  # where it is to arrive, if not in memory of the lane
-    attended: bool = False  # the caller waits at once and reads the header itself, not the lane's thread
+    blocking: bool = False  # the caller waits at once and reads the header itself, not the lane's thread
 
     sending = False
 

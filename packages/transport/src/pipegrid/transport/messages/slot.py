@@ -69,7 +69,7 @@ class Slot:
         self._events, self._reserved = events, False
 
     def leave(self) -> None:
-        """The memory of its message stays with whoever still has it; the next one comes to new memory."""
+        """Leave the memory to the holders of the last message; the next message gets new memory."""
         self._memory.clear()
         self._events, self._reserved = (), False
 

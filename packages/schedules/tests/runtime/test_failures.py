@@ -197,6 +197,9 @@ def test_a_store_that_is_gone_before_a_step_is_a_typed_error(store, how):
     store.ended = how == "ended"
     store.stopped.set()
     text, seconds = failed(runtime, JobFailedError)
+    ended = time.monotonic() + 10.0
+    while not lanes.reasons and time.monotonic() < ended:  # the monitor's thread may end lanes after the step
+        time.sleep(0.01)
     monitor.close()
     # By the step, or by the monitor's thread, which announces it beside the step.
     when, _, rest = text.partition(

@@ -7,7 +7,7 @@ import random
 
 import pytest
 from attrs import evolve
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from pipegrid.core.edge import Edge
@@ -210,12 +210,22 @@ def test_the_list_scheduler_never_locks_itself_in(problem):
 
 
 @given(problem=problems())
+@example(
+    Problem(
+        ModuleGraph({"a": 2}, {}),
+        ((0,), (0,)),
+        2,
+        Costs(F=(0, 0), I=(0, 0), W=(0, 0)),
+        activation=(0.5, 0.5),
+        memory_limit=1.0,
+    )
+)  # all dates are equal
 @examples(day=15, night=60)
 def test_justified_orders_are_whole_and_keep_to_the_limit(problem):
     network = as_network(problem)
     for policy in itertools.islice(policies(problem), 0, None, 7):
         orders = network.orders_of(planned(problem, listed(problem, policy)))
-        better = justified(network, network.timed(orders).end)
+        better = justified(network, orders)
         assert [sorted(order) for order in better] == [sorted(order) for order in orders]
         assert all(map(network.keeps_to_limit, better))
         assert network.timed(better) is not None

@@ -5,7 +5,8 @@ in time an operation waits for those that follow it, ``W`` and ``I`` take memory
 
 Memory cannot deadlock it: on each position, operations that take memory keep the order of the schedule before. Of what
 is left, take the operation that started first there: all before it are done, and of those that take memory no others,
-so it is ready and has as much room as it had.
+so it is ready and has as much room as it had. That order is the one of the orders given: dates do not tell it where
+operations take no time.
 
 Source: Valls et al. 2005, "Justification and RCPSP: a technique that pays".
 """
@@ -13,23 +14,21 @@ Source: Valls et al. 2005, "Justification and RCPSP: a technique that pays".
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
 
 from pipegrid.plans.network.network import Network, Orders
 
 
-def justified(network: Network, end: Sequence[float]) -> Orders:
-    """The orders after both ways; ``end``: of each operation in a schedule that keeps to the memory limit.
+def justified(network: Network, orders: Orders) -> Orders:
+    """The orders after both ways; ``orders``: of each position, in a schedule that keeps to the memory limit.
 
     Every pass lies on one position.
     """
-    _, late = _listed(network, [-one for one in end], backwards=True)
-    orders, _ = _listed(network, [-start - network.length(one) for one, start in enumerate(late)], backwards=False)
-    return orders
+    late = _listed(network, [order[::-1] for order in orders], backwards=True)
+    return _listed(network, [order[::-1] for order in late], backwards=False)
 
 
-def _listed(network: Network, priority: Sequence[float], *, backwards: bool) -> tuple[Orders, list[float]]:
-    """The orders, and when each operation starts, in the direction of the schedule; the least ``priority`` is first."""
+def _listed(network: Network, before: Orders, *, backwards: bool) -> Orders:
+    """The orders in the direction of the schedule; of each position the first in ``before`` has priority."""
     count, duration, operations = network.num_microbatches, network.duration, range(network.num_operations)
     place = [places[0] for places in network.positions]
     held = [-amount if backwards else amount for amount in network.held]
@@ -41,16 +40,12 @@ def _listed(network: Network, priority: Sequence[float], *, backwards: bool) -> 
             first, second = (operation, other) if backwards else (other, operation)
             after[first].append((second, lag))
             missing[second] += 1
-    ranked = sorted(operations, key=lambda one: (priority[one], -one if backwards else one))
-    rank = {operation: index for index, operation in enumerate(ranked)}
-    takers: list[list[int]] = [[] for _ in range(network.num_positions)]
-    for operation in reversed(ranked):
-        if takes[operation // count] > 0:
-            takers[place[operation // count]].append(operation)
+    rank = {operation: index for order in before for index, operation in enumerate(order)}  # among a position's own
+    takers = [[operation for operation in reversed(order) if takes[operation // count] > 0] for order in before]
     ready: list[list[int]] = [[] for _ in takers]  # by rank, of those that take nothing
     came = [False] * len(operations)
     orders: Orders = [[] for _ in takers]
-    live, free, start = [0.0] * len(takers), [0.0] * len(takers), [0.0] * len(operations)
+    live, free = [0.0] * len(takers), [0.0] * len(takers)
     events = [(0.0, place[one // count], one) for one in operations if not missing[one]]
     heapq.heapify(events)
     while events:
@@ -70,13 +65,13 @@ def _listed(network: Network, priority: Sequence[float], *, backwards: bool) -> 
             if fits and not (waiting and waiting[0] < rank[own[-1]]):
                 operation = own.pop()
             elif waiting:
-                operation = ranked[heapq.heappop(waiting)]
+                operation = before[position][heapq.heappop(waiting)]
             else:
                 continue
             number = operation // count
             orders[position].append(operation)
             live[position] += held[number]
-            start[operation], free[position] = now, now + duration[number]
+            free[position] = now + duration[number]
             heapq.heappush(events, (free[position], position, -1))
             for other, lag in after[operation]:
                 missing[other] -= 1
@@ -84,4 +79,4 @@ def _listed(network: Network, priority: Sequence[float], *, backwards: bool) -> 
                 if not missing[other]:
                     # With a lag below 0, as of a queue backwards in time, it may have been ready before this one.
                     heapq.heappush(events, (max(now, ready_at[other]), place[other // count], other))
-    return orders, start
+    return orders

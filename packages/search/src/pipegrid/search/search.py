@@ -400,9 +400,9 @@ class _Search:
             return
         ends = (self.spent + self.total) / 2
         for value, orders, origin in self._best_starts(len(self.starts)):
-            best, before = value, self.network.timed(orders, self.objective)
+            best, better, before = value, orders, self.network.timed(orders, self.objective)
             while before is not None and self.spent < ends:
-                better = justified(self.network, before.end)
+                better = justified(self.network, better)
                 self.spent += JUSTIFIED * self.operations
                 before = self.network.timed(better, self.objective)
                 if before is None or before.value >= best:

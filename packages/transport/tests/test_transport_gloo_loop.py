@@ -1,5 +1,6 @@
 """All gloo groups of a rank's lanes are served by one thread; and the names of torch that this stands on."""
 
+import os
 from datetime import timedelta
 from pathlib import Path
 
@@ -16,12 +17,16 @@ SPECS = [LaneSpec(0, 1, "a"), LaneSpec(0, 1, "b"), LaneSpec(1, 0, "a"), LaneSpec
 over_gloo = pytest.mark.ranks(2, backend="gloo")  # lanes of a device group move payloads elsewhere
 
 
-def loops():
-    """How many threads of this process serve gloo's connections, by the name that gloo gives them."""
+def loop_threads():
+    """The threads of this process that serve gloo's connections, by the name that gloo gives them."""
     tasks = Path("/proc/self/task")
     if not tasks.exists():
         pytest.skip("this system does not list threads in /proc/self/task")
-    return sum((task / "comm").read_text().strip() == "gloo_tcp_loop" for task in tasks.iterdir())
+    return [int(task.name) for task in tasks.iterdir() if (task / "comm").read_text().strip() == "gloo_tcp_loop"]
+
+
+def loops():
+    return len(loop_threads())
 
 
 @over_gloo
@@ -41,6 +46,16 @@ def test_lanes_that_are_opened_together_share_one_thread(ranks):
             lanes[SPECS[1]].isend(torch.ones(3)).wait()
         else:
             assert lanes[SPECS[1]].irecv().result().tolist() == [1, 1, 1]
+
+
+@over_gloo
+def test_no_loop_preempts_a_thread_that_may_hold_its_connection(ranks):
+    """Neither the lanes' own nor that of the default group, over which a step's collectives go."""
+    if not loops():
+        pytest.skip("the gloo of this torch does not name its threads")
+    with open_lanes(SPECS):
+        assert {os.sched_getscheduler(thread) for thread in loop_threads()} == {os.SCHED_BATCH}
+        assert os.sched_getscheduler(0) == os.SCHED_OTHER
 
 
 @over_gloo

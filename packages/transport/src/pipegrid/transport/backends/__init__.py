@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from pipegrid.transport.backends.base import Mover, Operation, Ticket
 from pipegrid.transport.backends.dry import DryMover
-from pipegrid.transport.backends.gloo import BACKEND, GlooMover, Loop, one_loop
+from pipegrid.transport.backends.gloo import BACKEND, GlooMover, Loop, never_preempt, one_loop
 from pipegrid.transport.backends.kinds import BackendKind, kind_of, nccl_options
 from pipegrid.transport.backends.local import LocalMover
 from pipegrid.transport.backends.nccl import NcclMover, NcclTicket, connect_members, lift_timeout, warn_of_watchdog
@@ -36,6 +36,7 @@ __all__ = [
     "kind_of",
     "lift_timeout",
     "nccl_options",
+    "never_preempt",
     "one_loop",
     "warn_of_watchdog",
 ]

@@ -13,8 +13,10 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -26,6 +28,7 @@ from pipegrid.transport.backends.wire import CONTROL_TAGS
 
 BACKEND = "gloo_on_one_loop"
 _INTERFACES = "GLOO_SOCKET_IFNAME"  # torch's own variable: the network interfaces that gloo uses
+_LOOP_THREAD = "gloo_tcp_loop"  # the name that gloo gives to the thread of an event loop
 _THREADS = 1  # per group, for collectives, which lanes do not use; 0 is not possible
 _ORDER_NUMBERS = 2**12
 _EPOCHS = 16
@@ -67,6 +70,23 @@ def one_loop() -> tuple[str, Loop]:
     if BACKEND not in dist.Backend.backend_list:
         dist.Backend.register_backend(BACKEND, lambda options, loop: loop.make_group(options), True, ["cpu"])
     return BACKEND, Loop()
+
+
+def never_preempt() -> None:
+    """Have the event loops of gloo in this process, those of torch's own groups too, preempt no thread as they wake.
+
+    A loop that finds a connection locked tries again at once until it is free. Where it has preempted the thread that
+    holds the lock, one that sends or posts a receive, it burns the core until the scheduler's next tick, milliseconds
+    later: on two ranks with a core each this took half of a short step, and with a collective under way beside it two
+    thirds (``tools/bench/trips.py``). Under SCHED_BATCH, which needs no privilege, a thread that wakes takes a core that
+    is free, or waits until one is. Nothing changes where the system has no such policy, or forbids it.
+    """
+    if not hasattr(os, "SCHED_BATCH"):
+        return
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(OSError):  # a thread that has ended meanwhile; a sandbox without the call
+            if (task / "comm").read_text().strip() == _LOOP_THREAD:
+                os.sched_setscheduler(int(task.name), os.SCHED_BATCH, os.sched_param(0))
 
 
 class GlooTicket(list[Any]):

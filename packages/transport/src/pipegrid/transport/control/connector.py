@@ -36,6 +36,7 @@ from pipegrid.transport.backends import (
     connect_members,
     kind_of,
     lift_timeout,
+    never_preempt,
     nccl_options,
     one_loop,
     warn_of_watchdog,
@@ -224,6 +225,8 @@ class Connector:
 
     def _create(self, wanted: Iterable[GroupSpec], backend: str, options: Any) -> dict[GroupSpec, Any]:
         made = create_groups(wanted, backend=backend, timeout=self._timeout, pg_options=options)
+        if isinstance(options, Loop):
+            never_preempt()
         self.groups.extend(made.values())
         return made
 

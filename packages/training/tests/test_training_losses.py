@@ -11,15 +11,16 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
-from pipegrid.monitor.collectives import Waiting
 from pipegrid.schedules import PipelineConfig, PipelineError, WithLoss
 from pipegrid.schedules.errors import StageOutputError
 from pipegrid.topology import HyperCommGrid
 from pipegrid.training import Pipeline
-from pipegrid.training.pipeline.counts import MICROBATCHES, CallMeeting, StepCounts, sums_of
+from pipegrid.training.pipeline.counts import MICROBATCHES, sums_of
 from pipegrid.training.pipeline.losses import GivenLoss, OwnLoss, require_mean
 from pipegrid.training.pipeline.microbatches import Share, microbatch
 from stages_kit.gradients import require_gradients
+
+from .kit.jobs import counted
 
 CPU, LENGTH, CLASSES = torch.device("cpu"), 6, 5
 
@@ -75,7 +76,7 @@ def drawn(seed, sizes, *, padding=True, alike=False):
 def weighed(losses, logits, labels, sizes, beside=None):
     """The gradient of a step in which the microbatches have those losses, one object for each replica; and its mean."""
     parts = [microbatch({"labels": each}, Share(), CPU) for each in labels.split(sizes)]
-    counts = StepCounts.told(CallMeeting.start("step", sums_of(parts), CPU, None, Waiting()))
+    counts = counted(sums_of(parts))
     found = [
         losses[number % len(losses)](output, part, counts)
         for number, (output, part) in enumerate(zip(outputs_of(losses[0], logits, labels, sizes), parts, strict=True))
@@ -174,7 +175,7 @@ def test_weights_and_curricula_that_come_later_are_an_error_in_their_step():
     require_step([own], plain, logits, labels, sizes)
     weights = torch.rand(4, LENGTH, generator=torch.Generator().manual_seed(0)).double()
     part = microbatch({"labels": labels, "w": weights}, Share(), CPU)
-    counts = StepCounts.told(CallMeeting.start("step", sums_of([part]), CPU, None, Waiting()))
+    counts = counted(sums_of([part]))
     loss = (each_of(logits, labels) * weights).sum() / weights.sum()
     with pytest.raises(StageOutputError, match=r"what it is a mean over is not known"):
         own(SimpleNamespace(loss=loss, logits=logits), part, counts)
@@ -237,7 +238,7 @@ def test_what_is_counted_is_known_without_labels(name, sizes):
     """In a microbatch of one row both are 1."""
     outputs = torch.randn(sum(sizes), 3, dtype=torch.float64).requires_grad_()
     parts = [microbatch({"x": some.detach()}, Share(), CPU) for some in outputs.split(sizes)]
-    counts = StepCounts.told(CallMeeting.start("step", sums_of(parts), CPU, None, Waiting()))
+    counts = counted(sums_of(parts))
     loss = GivenLoss(lambda output, _: (output.square().sum(), len(output) if name == "rows" else 1))
     found = [loss(output, part, counts) for output, part in zip(outputs.split(sizes), parts, strict=True)]
     told = torch.stack([each for _, _, each in found]).sum(dim=0)
@@ -252,7 +253,7 @@ def test_a_count_by_the_mask_is_the_same_on_a_replica_without_padding():
     parts = [
         microbatch({"labels": some, "attention_mask": (some != -100).long()}, Share(), CPU) for some in labels.split(2)
     ]
-    counts = StepCounts.told(CallMeeting.start("step", sums_of(parts), CPU, None, Waiting()))
+    counts = counted(sums_of(parts))
 
     def loss(output, batch):
         return output.logits.sum(), batch["attention_mask"][:, 1:].sum()

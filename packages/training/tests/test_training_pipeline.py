@@ -18,7 +18,6 @@ from torch.nn import functional as F
 from pipegrid.bridges import Axes, EdgeOptions, Whole
 from pipegrid.core.errors import StepArgumentError
 from pipegrid.monitor import DisagreementError, JobFailedError
-from pipegrid.monitor.collectives import Waiting
 from pipegrid.schedules import Monitor, PipelineConfig, PipelineError, agree_on_routes, recording_from_json
 from pipegrid.schedules.errors import StageOutputError
 from pipegrid.stages.errors import CheckpointError
@@ -26,13 +25,13 @@ from pipegrid.topology import HyperCommGrid
 from pipegrid.topology.torch_compat import living_groups
 from pipegrid.training import Pipeline, PipelineModule, pipeline_stage
 from pipegrid.training.generation.generate import evaluating
-from pipegrid.training.pipeline.counts import CallMeeting, StepCounts, sums_of
+from pipegrid.training.pipeline.counts import sums_of
 from pipegrid.training.pipeline.losses import OwnLoss
 from pipegrid.training.pipeline.microbatches import Share, microbatch
 from stages_kit.gradients import require_gradients
 from stages_kit.models import MAKERS, WORDS, batch_of, llama, next_words
 
-from .kit.jobs import made
+from .kit.jobs import counted, made
 from .kit.layered import WORDS as LAYERED_WORDS
 from .kit.layered import Layered
 from .kit.vlm import Tower, after_image, read_images, seen_and_text
@@ -330,7 +329,7 @@ def meet_in_other_calls(ranks, grid, call, among, *, check):
 def alone(own, loss, logits, **inputs):
     """The loss of a step of one microbatch, and the first of what it may be a mean over."""
     part = microbatch(inputs, Share(), torch.device("cpu"))
-    counts = StepCounts.told(CallMeeting.start("step", sums_of([part]), torch.device("cpu"), None, Waiting()))
+    counts = counted(sums_of([part]))
     found, weight, _ = own(SimpleNamespace(loss=loss, logits=logits), part, counts)
     assert weight == 1
     return found, own.left[0]

@@ -198,8 +198,8 @@ def started(monkeypatch):
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("monitored", [False, True])
-def test_a_call_has_two_collectives_and_its_thread_no_call_of_a_store(ranks, monkeypatch, started, monitored):
-    """Ranks meet, and losses come back; the norm of a clip is the meeting of that call."""
+def test_a_call_has_one_collective_and_its_thread_no_call_of_a_store(ranks, monkeypatch, started, monitored):
+    """In which ranks meet and losses come back; in that of a clip, its norm."""
     here, bounded, asked = threading.get_ident(), BoundedCalls.run, []
 
     def waits(calls, *arguments, **named):  # a thread that asks a store waits in it
@@ -219,7 +219,7 @@ def test_a_call_has_two_collectives_and_its_thread_no_call_of_a_store(ranks, mon
             asked.clear()
             started.clear()
             run(batch(rows, seed=1))  # also where its messages are announced, as those of other shapes are
-            assert (started, asked) == (["alltoall_base", "broadcast"], [])
+            assert (started, asked) == (["alltoall_base"], [])
         started.clear()
         job.clip(1.0)
         assert started == ["alltoall_base"]
@@ -249,8 +249,8 @@ def test_losses_start_back_behind_the_last_forward_of_a_rank(ranks, started):
             torch.optim.SGD(job.parameters(), lr=0.1).step()
         started.clear()
         job.step(batch(8))
-    steady = "F F B F B F broadcast B B" if ranks.rank == 0 else "F B F B F B F broadcast B"
-    assert " ".join(started) == f"alltoall_base {steady}"
+    steady = "F F B F B F alltoall_base B B" if ranks.rank == 0 else "F B F B F B F alltoall_base B"
+    assert " ".join(started) == steady
 
 
 class BareStage:

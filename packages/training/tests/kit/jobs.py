@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import torch
 
+from pipegrid.monitor.collectives import Waiting
 from pipegrid.schedules import stage_places
 from pipegrid.topology import HyperCommGrid, ProcessGroupCollection
 from pipegrid.training import pipeline_stage
+from pipegrid.training.pipeline.counts import CallMeeting, StepCounts
 
 LAYOUTS = {2: "Et|t*3L", 4: "Et|t|t|tL"}
 """Of four layers, by the number of stages."""
@@ -34,3 +36,10 @@ def stages_on(grid, make, schedule):
     return pipeline_stage(
         made(make), LAYOUTS[len(stage_places(schedule, grid.dim_size("pp")))], grid, schedule=schedule
     )
+
+
+def counted(sums):
+    """The counts of a step in which this rank's microbatches count ``sums`` (`sums_of`)."""
+    meeting = CallMeeting("step", torch.device("cpu"), None, Waiting())
+    meeting.start(sums)
+    return StepCounts.told(meeting)

@@ -30,18 +30,6 @@ def all_reduce(
     return lambda waiting: waiting.wait(work, tensor, group)
 
 
-def broadcast(tensor: torch.Tensor, group: dist.ProcessGroup | None, source: int) -> Callable[[Waiting], None]:
-    """Start a broadcast from rank ``source`` of the world, which waits for no other rank; called, the result waits."""
-    group = group or dist.group.WORLD
-    if group is not None and not has_streams(tensor.device) and backend_of(group, tensor.device).name() == "gloo":
-        few = start_few("broadcast", group, tensor, dist.get_group_rank(group, source))
-        return lambda waiting: waiting.wait(few, tensor, group)
-    work = start(dist.broadcast, tensor, source, group=group) if dist.is_initialized() else None
-    if work is not None and has_streams(tensor.device):
-        device_collectives.add(REDUCTION, work, group)
-    return lambda waiting: waiting.wait(work, tensor, group)
-
-
 def reduce_few(
     numbers: torch.Tensor, group: dist.ProcessGroup | None, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
 ) -> Callable[[Waiting], None]:

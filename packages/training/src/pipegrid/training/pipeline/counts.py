@@ -62,32 +62,35 @@ def sums_of(microbatches: Sequence[Microbatch]) -> list[float]:
 
 @define(eq=False)
 class CallMeeting:
-    """The meeting of a job's ranks in a call: one all-reduce, which begins with it and is waited for when it matters.
+    """The meeting of a job's ranks in a call: one all-reduce, which is waited for when it matters.
 
     Attributes:
         call: of `CALLS`.
-        sums: of what `beginning` returns, once they have been waited for.
+        device: of the numbers.
+        group: all ranks of the job; None is the default group.
+        waiting: how they are waited for.
+        sums: over the ranks of what `beginning` returns, with what `start` was given in place of its counts, once they
+            have been waited for.
     """
 
     call: str
-    sums: Tensor
-    _wait: Callable[[Waiting], None] | None
-    _waiting: Waiting
+    device: torch.device
+    group: dist.ProcessGroup | None
+    waiting: Waiting
+    sums: Tensor = field(init=False)
+    _wait: Callable[[Waiting], None] | None = field(default=None, init=False)
+    _started: bool = field(default=False, init=False)
 
-    @classmethod
-    def start(
-        cls,
-        call: str,
-        counts: Sequence[float],
-        device: torch.device,
-        group: dist.ProcessGroup | None,
-        waiting: Waiting,
-        *,
-        ready: bool = False,
-    ) -> CallMeeting:
-        """Start to add the ``counts`` of the microbatches whose loss this rank has (`sums_of`) to those of others."""
-        sums = torch.tensor(beginning(call, counts, ready=ready), dtype=torch.float64, device=device)
-        return cls(call, sums, reduce_few(sums, group), waiting)
+    def start(self, counts: Sequence[float] = (), *, told: Tensor | None = None, ready: bool = False) -> None:
+        """Start to add up the ``counts`` of the microbatches whose loss this rank has (`sums_of`).
+
+        ``told``: in place of counts, as many numbers or fewer, float64.
+        """
+        row = beginning(self.call, counts, ready=ready)
+        self.sums = torch.tensor(row, dtype=torch.float64, device=self.device)
+        if told is not None:
+            self.sums[: len(told)] = told
+        self._started, self._wait = True, reduce_few(self.sums, self.group)
 
     def wait(self) -> None:
         """Wait for the others; the host reads what they do where it is on it.
@@ -97,15 +100,22 @@ class CallMeeting:
         """
         if self._wait is not None:
             wait, self._wait = self._wait, None
-            wait(self._waiting)
-            if not has_streams(self.sums.device):
+            wait(self.waiting)
+            if not has_streams(self.device):
                 self.require_one_call()
+
+    def met(self) -> Tensor:
+        """`sums`, waited for."""
+        self.wait()
+        return self.sums
 
     def look(self) -> None:
         """Raise as `wait`, in a call that has failed: the neighbours of a rank in another call see it end."""
-        if not has_streams(self.sums.device):
-            self._waiting = Waiting(_LOOK_SECONDS, of_step=True)
+        if not has_streams(self.device):
+            self.waiting = Waiting(_LOOK_SECONDS, of_step=True)
             with contextlib.suppress(RuntimeError):  # which has its own place in the failure
+                if not self._started:
+                    self.start()
                 self.wait()
 
     def require_one_call(self) -> None:
@@ -164,8 +174,8 @@ class StepCounts:
             The weight, as a scalar; in ``dtype``; with an axis of one; and what follows the loss in a row of sums: the
             weight and three zeros.
         """
-        device = self._device if self._meeting is None else self._meeting.sums.device
-        if self._meeting is None or not has_streams(self._meeting.sums.device):  # the host has the numbers
+        device = self._device if self._meeting is None else self._meeting.device
+        if self._meeting is None or not has_streams(self._meeting.device):  # the host has the numbers
             numbers = self.numbers()
             value = numbers[MICROBATCHES] / max(numbers[rule], 1.0) * count if numbers[rule] > 0 else 1.0
             rest = torch.tensor([value, 0.0, 0.0, 0.0], dtype=torch.float64, device=device)

@@ -140,20 +140,6 @@ def ranks_of(modules: Mapping[str, PipelineModule], spare: Iterable[int]) -> tup
     return tuple(sorted(ranks))
 
 
-def source_of(grids: Mapping[str, HyperCommGrid], last: Mapping[str, int]) -> int | None:
-    """The rank with all losses, by the pp ranks of the ``last`` stages of the modules with one; None: it is not one.
-
-    Tensor-parallel ranks have the same losses, of which the first one's count.
-    """
-    found = [
-        rank
-        for name, place in last.items()
-        for rank in grids[name].ranks
-        if (at := grids[name].coords(rank)).get("pp", 0) == place and not at.get("tp", 0)
-    ]
-    return found[0] if len(found) == 1 else None
-
-
 class EndOfJob:
     """The end of a job, which its ranks tell when they have closed it, and for which the spare ones wait.
 

@@ -20,6 +20,7 @@ from pipegrid.checkpoint.state.names import bare_name
 from pipegrid.core.edge import Edge
 from pipegrid.core.errors import StepArgumentError
 from pipegrid.layout import PipelineParallelLayerLayout
+from pipegrid.monitor import DisagreementError
 from pipegrid.schedules import Monitor, PipelineConfig, Plan, Routes, clip_grad_norm_
 from pipegrid.schedules.megatron import describe_steps
 from pipegrid.stages import Names, Stage
@@ -43,11 +44,11 @@ from pipegrid.training.pipeline.modules import (
     modules_of,
     monitor_of,
     ranks_of,
-    source_of,
     tied_parameters,
 )
 from pipegrid.training.pipeline.rows import Rows
 from pipegrid.training.pipeline.steps import Steps
+from pipegrid.transport.collectives.differences import by_text
 from pipegrid.transport.control.opening import resolve_device
 from pipegrid.transport.streams import has_streams
 
@@ -210,7 +211,6 @@ class Pipeline:
             self.device,
             self.replica,
             all(replica_of(self.grids[name], self.grids[name].ranks[0])[1] == 1 for name in graph.sinks),
-            source_of(self.grids, {name: places[name][-1] for name in graph.sinks}),
             self.generators,
             self._cut["rows"],
             named,
@@ -321,6 +321,9 @@ class Pipeline:
             return self._nothing()
         numbers = beginning("clip")[2:]  # with those of a norm as many as other calls begin with
         marks = torch.tensor(numbers, dtype=torch.float64, device=self.device)
+        lanes = self.communicator.lanes
+        neighbours = lanes.neighbours(lane.peer for lane in lanes.values())
+        neighbours.begin("clip()")  # a neighbour that steps waits for messages, and comes to no all-reduce
         norm = clip_grad_norm_(
             self.stages,
             self.groups,
@@ -333,6 +336,9 @@ class Pipeline:
         )
         if not has_streams(self.device):  # where there are, the host does not wait
             require_one_call("clip", marks.tolist())
+        if others := neighbours.hear(self.config.deadline or self.communicator.deadline):
+            raise DisagreementError(f"this rank is in clip(), and {'; '.join(by_text(others))}")
+        neighbours.end()
         return norm
 
     def state(self, optimizer: Any = (), data: Any = None) -> TrainingState:

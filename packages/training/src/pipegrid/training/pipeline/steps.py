@@ -21,7 +21,7 @@ from pipegrid.core.edge import Edge
 from pipegrid.core.errors import StepArgumentError
 from pipegrid.core.graph import ModuleGraph
 from pipegrid.gradients import tied_stages
-from pipegrid.gradients.all_reduce import broadcast, reduce_few
+from pipegrid.gradients.all_reduce import reduce_few
 from pipegrid.monitor.collectives import Waiting
 from pipegrid.schedules import (
     PipelineConfig,
@@ -49,7 +49,10 @@ from pipegrid.training.pipeline.microbatches import Microbatch, Share, forms_of,
 from pipegrid.training.pipeline.modules import PipelineModule
 from pipegrid.training.pipeline.rows import Rows
 from pipegrid.transport.base import Communicator
+from pipegrid.transport.collectives.waiting import host_collectives
 from pipegrid.transport.streams import has_streams
+
+_TOLD = 5  # numbers that each loss of a step tells, see `Weighed`
 
 
 @define(eq=False)
@@ -68,7 +71,6 @@ class Steps:
         device: of the stages.
         replica: whose batch this rank reads.
         is_one_batch: whether the losses of a step are all of one batch, in one replica; the same on all ranks.
-        source: the rank that has all losses; None where several have some, or copies.
         generators: by module; a draw seeds each forward.
         rows: how microbatches are shared among replicas.
         named: the parameters to train by the names that the script has for them.
@@ -87,7 +89,6 @@ class Steps:
     device: torch.device
     replica: int
     is_one_batch: bool
-    source: int | None
     generators: Mapping[str, torch.Generator]
     rows: Rows
     named: Callable[[], Iterable[tuple[str, nn.Parameter]]]
@@ -159,37 +160,37 @@ class Steps:
         given = self.arguments(parts, routes)
         number = len(parts) if self.is_one_batch and routes is None else None
         call, update = "evaluate" if forward_only else "step", None if forward_only else self._update
-        skips = {} if self.connect is None else self._skips(given["data_iterator"])
+        first = None if forward_only or routes is not None else self.first
         own = sums_of(self._own(given["data_iterator"]))
-        meeting = CallMeeting.start(
-            call,
-            own if self._is_counted else (),
-            self.device,
-            self.config.job_group,
-            Waiting(self.config.deadline, self.config.monitor, f"the counts of {call}()"),
-            ready=bool(skips) or (update is not None and update.is_there),
-        )
-        if self.connect is not None:
-            self._connect(skips, meeting, given)
+        together = number is not None and (self.connect, first, update) == (None, None, None)  # the same on all ranks
+        what = f"the {'mean loss' if together else 'counts'} of {call}()"
+        waiting = Waiting(self.config.deadline, self.config.monitor, what, of_step=together)
+        meeting = CallMeeting(call, self.device, self.config.job_group, waiting)
+        if not together:
+            skips = {} if self.connect is None else self._skips(given["data_iterator"])
+            ready = bool(skips) or (update is not None and update.is_there)
+            meeting.start(own if self._is_counted else (), ready=ready)
+            if self.connect is not None:
+                self._connect(skips, meeting, given)
         if update is not None and meeting.ready:
             self._update = None
             update.compare()
-        first = None if forward_only or routes is not None else self.first
         if first is not None:
             meeting.wait()  # a rank that is in another call does not come to the comparison
             self._comparing = first if first.begin(parts, batch) else None
         counts = StepCounts.told(meeting) if number is None else StepCounts.known(own, number, self.device)
-        sums = LossSums(partial(self._add_up, meeting), not self._streamed)
+        sums = LossSums(partial(self._add_up, meeting, together), not self._streamed)
         self._counts_now = counts
         try:
             self._step(**given, forward_only=forward_only, sums=sums, last=self._last)
             found = sums.wait()
         except Exception:
             meeting.look()
+            host_collectives.cut([self.config.job_group])  # after the record of the cause
             raise
         finally:
             self._counts_now = None
-        mean = self._mean(found, counts, meeting)
+        mean = self._mean(found[:_TOLD], counts, meeting)
         if first is not None:
             self.first = self._comparing = None
             limit = first.end(len(parts), mean, attaches=bool(attached_losses(self.stages)))
@@ -242,18 +243,24 @@ class Steps:
                     own += copy.copy(microbatches)
         return own
 
-    def _add_up(self, meeting: CallMeeting, infos: Sequence[Tensor]) -> Callable[[], Tensor]:
-        """Start to add up what the losses tell; what it returns waits for the sums over the job."""
-        zeros = torch.zeros(5, dtype=torch.float64, device=self.device)
-        sums = torch.stack([zeros, *infos]).sum(dim=0) if infos and self._is_counted else zeros
-        group, source = self.config.job_group, self.source
-        waiting = Waiting(self.config.deadline, self.config.monitor, f"the mean loss of {meeting.call}()", of_step=True)
-        wait = reduce_few(sums, group) if source is None else broadcast(sums, group, source)
+    def _add_up(self, meeting: CallMeeting, together: bool, infos: Sequence[Tensor]) -> Callable[[], Tensor]:
+        """Start to add up what the losses tell; what it returns waits for the sums over the job.
+
+        ``together``: the ranks meet in this one all-reduce.
+        """
+        zeros = torch.zeros(_TOLD, dtype=torch.float64, device=self.device)
+        told = torch.stack([zeros, *infos]).sum(dim=0) if infos and self._is_counted else zeros
+        if together:
+            meeting.start(told=told)
+            return meeting.met
+        what = f"the mean loss of {meeting.call}()"
+        waiting = Waiting(self.config.deadline, self.config.monitor, what, of_step=True)
+        wait = reduce_few(told, self.config.job_group)
 
         def both() -> Tensor:
             meeting.wait()
             wait(waiting)
-            return sums
+            return told
 
         return both
 

@@ -77,8 +77,8 @@ def never_preempt() -> None:
 
     A loop that finds a connection locked tries again at once until it is free. Where it has preempted the thread that
     holds the lock, one that sends or posts a receive, it burns the core until the scheduler's next tick, milliseconds
-    later: on two ranks with a core each this took half of a short step, and with a collective under way beside it two
-    thirds (``tools/bench/trips.py``). Under SCHED_BATCH, which needs no privilege, a thread that wakes takes a core that
+    later: on two ranks with a core each this took a third of a short step, and with a collective under way beside it
+    half (``tools/bench/trips.py``). Under SCHED_BATCH, which needs no privilege, a thread that wakes takes a core that
     is free, or waits until one is. Nothing changes where the system has no such policy, or forbids it.
     """
     if not hasattr(os, "SCHED_BATCH"):

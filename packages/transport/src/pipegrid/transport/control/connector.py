@@ -36,8 +36,8 @@ from pipegrid.transport.backends import (
     connect_members,
     kind_of,
     lift_timeout,
-    never_preempt,
     nccl_options,
+    never_preempt,
     one_loop,
     warn_of_watchdog,
 )

@@ -32,7 +32,7 @@ class LossSums:
     Attributes:
         start: starts to add up what all ranks have found, from the ``info`` of each loss of this one; what it returns
             waits for the sums: float64, of which the second is that of the tokens.
-        early: it is called behind the last forward of this rank; else behind its last backward.
+        early: it is called behind the last forward of this rank and the next send; else behind its last backward.
     """
 
     start: Callable[[list[Any]], Callable[[], torch.Tensor]]

@@ -83,8 +83,6 @@ class MegatronStage:
         call: the arguments of the running step.
         infos: the ``info`` of the loss function for each microbatch, behind its number.
         num_tokens: tokens that the losses have counted, where losses are sums over tokens; None before the first.
-        forwards_left: of the running step.
-        forwarded: called behind the last of them.
     """
 
     graph: ModuleGraph
@@ -103,8 +101,6 @@ class MegatronStage:
     call: StageCall | None = field(default=None, init=False)
     infos: list[tuple[int, Any]] = field(factory=list, init=False)
     num_tokens: torch.Tensor | None = field(default=None, init=False)
-    forwards_left: int = field(default=0, init=False)
-    forwarded: Callable[[], None] | None = field(default=None, init=False)
     outgoing: tuple[Edge, ...] = field(init=False)
     attached: AttachedLosses = field(init=False)
     _one_module: bool = field(init=False)
@@ -137,7 +133,7 @@ class MegatronStage:
             self._require_data(data_iterator, batches)
         starts = not self.forward_only or call.first_val_step is None or call.first_val_step
         numbered, homed, sliced = modules_with(modules_in(model), *_NUMBERS)
-        self.infos, self.num_tokens, self.forwards_left = [], None, len(self.units.order) * self.num_slices
+        self.infos, self.num_tokens = [], None
         self.call = StageCall(
             call.forward_step_func,
             data_iterator,
@@ -175,7 +171,7 @@ class MegatronStage:
         """Drop all references of the call, so that a deleted model is freed at once."""
         if self.num_slices > 1:
             self.resume(None)
-        self.call, self.infos, self.num_tokens, self.forwarded = None, [], None, None
+        self.call, self.infos, self.num_tokens = None, [], None
 
     def resume(self, part: Slice | None) -> None:
         """Set ``current_slice`` where modules have one: before a forward, and a backward, which may recompute."""
@@ -228,9 +224,6 @@ class MegatronStage:
                 [each.owner for each in call.scalers],
                 partial(self._scales, microbatch),
             )
-        self.forwards_left -= 1
-        if self.forwarded is not None and not self.forwards_left:
-            self.forwarded()
         return found
 
     def _passed_on(

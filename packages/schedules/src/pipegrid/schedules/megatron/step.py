@@ -43,31 +43,17 @@ def run_step(kind: StepKind, call: StepCall) -> list[Any]:
         for stage, model in models.items():
             context = autocast_of(config, model) if prepared.autocasts else None
             prepared.stages[stage].begin(call, data_iterators[stage], model, config, announced, context, watched)
-        if call.sums is not None and call.sums.early:
-            _begin_with_last_forward(prepared, call.sums)
+        early = call.sums if call.sums is not None and call.sums.early else None
+        beside = None if early is None else lambda: early.begin(infos_of(prepared))
         if prepared.policy is None:
             prepared.begin(option(config, "hooks") if prepared.hooked else ())
-            prepared.runtime.eval(batch=call.batch)
+            prepared.runtime.eval(batch=call.batch, beside=beside)
         else:
-            _train(prepared, prepared.gradients(call, models, config), call, outside)
+            _train(prepared, prepared.gradients(call, models, config), call, outside, beside)
         infos = infos_of(prepared)
         if call.sums is not None:
             call.sums.begin(infos)
         return infos
-
-
-def _begin_with_last_forward(prepared: PreparedStep, sums: LossSums) -> None:
-    """Have ``sums`` begin as soon as this rank has no further forward to run."""
-
-    def forwarded() -> None:
-        for stage in prepared.stages.values():
-            if stage.forwards_left:
-                return
-        sums.begin(infos_of(prepared))
-
-    for stage in prepared.stages.values():
-        stage.forwarded = forwarded
-    forwarded()
 
 
 def infos_of(prepared: PreparedStep) -> list[Any]:
@@ -78,7 +64,13 @@ def infos_of(prepared: PreparedStep) -> list[Any]:
     return infos
 
 
-def _train(prepared: PreparedStep, gradients: StepGradients, call: StepCall, outside: contextlib.ExitStack) -> None:
+def _train(
+    prepared: PreparedStep,
+    gradients: StepGradients,
+    call: StepCall,
+    outside: contextlib.ExitStack,
+    beside: Callable[[], None] | None,
+) -> None:
     """Forwards, backwards and the reduction of their gradients, added to the gradients of earlier calls.
 
     ``outside`` has the no-sync contexts, and a tie's earlier gradients; it is closed before ``grad_sync_func`` and
@@ -129,7 +121,7 @@ def _train(prepared: PreparedStep, gradients: StepGradients, call: StepCall, out
         gradients.finish(counted, tokens, force_all_reduce=forced)
 
     with _AS_IT_IS if reduction is None else set_aside(reduction.parameters):
-        prepared.runtime.step(start=compare, finish=finish, agree=prepared.agreement, batch=call.batch)
+        prepared.runtime.step(start=compare, finish=finish, beside=beside, agree=prepared.agreement, batch=call.batch)
 
 
 def _second(sums: LossSums) -> torch.Tensor:

@@ -37,7 +37,7 @@ class Bound:
         run: executes it; waits for its inputs, or for room to send, if nobody has.
         waits: wait for these. Called before ``run`` where that is timed (with hooks, or an `Effect`) or in a batch.
         apart: whether ``waits`` are called in any case.
-        after: what gives back memory that is read here for the last time.
+        after: what follows, such as giving back memory that is read here for the last time.
     """
 
     action: Action

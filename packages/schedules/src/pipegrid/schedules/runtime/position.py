@@ -42,7 +42,10 @@ class BoundPosition:
         actions: of the position, in order.
         in_streams: whether the device has streams, in which messages are ordered.
         deadline: of every message; None is the communicator's own.
+        beside: called once in a step, behind this rank's last forward; see `PipelineRuntime.step`.
     """
+
+    beside: Callable[[], None] | None = None
 
     def __init__(
         self,
@@ -326,6 +329,11 @@ class BoundPosition:
                 queue.ahead = other.ahead
                 return other.ahead
         return own
+
+    def call_beside(self) -> None:
+        """Call ``beside``, in a step that has it."""
+        if self.beside is not None:
+            self.beside()
 
     def set_deadline(self, seconds: float | None) -> None:
         """Give every message this deadline; None is the communicator's own."""

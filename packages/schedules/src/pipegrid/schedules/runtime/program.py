@@ -106,7 +106,21 @@ def programs(
         [bound for bound in bounds if place in gathers or _goes_forward(bound.action)]
         for place, bounds in enumerate(forwards_of)
     ]
+    for own in (steps, forwards):
+        _call_beside(at, own)
     return _program(at, steps, hooks, paired), _program(at, forwards, hooks, paired)
+
+
+def _call_beside(at: BoundPosition, steps: list[list[Bound]]) -> None:
+    """Have `BoundPosition.call_beside` follow the last forward and, so that it delays none, the send behind it."""
+    kinds = [{bound.action.kind for bound in bounds} for bounds in steps]
+    last = max((number for number, held in enumerate(kinds) if ActionKind.F in held), default=None)
+    if last is None:
+        return
+    sends = {ActionKind.SEND_F, ActionKind.SEND_B, ActionKind.COLLECTIVE}
+    place = next((number for number in range(last, len(steps)) if kinds[number] & sends), last)
+    bounds = steps[place]
+    bounds[-1] = evolve(bounds[-1], after=(*bounds[-1].after, at.call_beside))
 
 
 def _require_interleavable(at: BoundPosition) -> None:

@@ -271,6 +271,7 @@ class PipelineRuntime:
         *,
         start: Call | None = None,
         finish: Call | None = None,
+        beside: Call | None = None,
         agree: str = "",
         batch: str | None = None,
     ) -> None:
@@ -280,6 +281,8 @@ class PipelineRuntime:
             start: called as the step begins, before neighbours compare it; may communicate among ranks of one stage.
                 Its failure is the step's, also on neighbours.
             finish: called after the last action, likewise, such as a reduction of gradients. A monitor watches both.
+            beside: called behind the last forward of this rank and the message that leaves next, where one does: to
+                start what may go on beside the rest of the step.
             agree: what else neighbours must run alike; compared beside the plan, before a message is used.
             batch: signature of what the step computes on, for a communicator with ``shapes="learned"``: the shapes and
                 dtypes of the microbatches, on which those of messages depend.
@@ -291,7 +294,7 @@ class PipelineRuntime:
             GradientError: a stage has a wrapper that would reduce the wrong gradients; nothing was sent.
         """
         require_bare(self._bare)
-        self._run(grad=True, start=start, finish=finish, agree=agree, batch=batch)
+        self._run(grad=True, start=start, finish=finish, beside=beside, agree=agree, batch=batch)
 
     def warm_up(self, payloads: Mapping[Edge, Payload] | None = None) -> None:
         """Run a forward and a backward of each stage of this rank, without a message; before the first step.
@@ -310,15 +313,15 @@ class PipelineRuntime:
         """
         warm_up_stages(self._bound, payloads or {})
 
-    def eval(self, *, batch: str | None = None) -> None:
-        """Run only the plan's forwards and their communication, without gradients; ``batch``: as of `step`.
+    def eval(self, *, beside: Call | None = None, batch: str | None = None) -> None:
+        """Run only the plan's forwards and their communication, without gradients; ``beside``, ``batch``: as of `step`.
 
         A verified plan stays free of deadlock without its backwards: what remains keeps its order.
 
         Raises:
             DisagreementError, PipelineError, JobFailedError: as `step`.
         """
-        self._run(grad=False, batch=batch)
+        self._run(grad=False, beside=beside, batch=batch)
 
     def check(self) -> None:
         """Raise if this runtime or, with a monitor, the job has failed: for calls before an update of parameters.
@@ -342,6 +345,7 @@ class PipelineRuntime:
         grad: bool,
         start: Call | None = None,
         finish: Call | None = None,
+        beside: Call | None = None,
         agree: str = "",
         batch: str | None = None,
     ) -> None:
@@ -359,6 +363,7 @@ class PipelineRuntime:
                 self._agreement.begin("a step" if grad else "an evaluation", agree, batch)
                 with torch.set_grad_enabled(grad), self._order_of_transfers():
                     self._bound.start(training=grad)
+                    self._bound.beside = beside
                     for cursor.at, call in enumerate(program.calls):
                         call()
                     cursor.at = len(program.calls)

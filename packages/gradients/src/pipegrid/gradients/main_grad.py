@@ -85,13 +85,15 @@ def accumulate_in_main_grad(modules: Modules, *, dtype: torch.dtype = torch.floa
 def zero_main_grads(modules: Modules, *, set_to_none: bool = True) -> None:
     """Set each ``main_grad`` to None; to zeros with ``set_to_none=False``, or where another library owns the buffer.
 
+    Those of parameters that were frozen meanwhile too, as ``zero_grad`` does.
+
     Examples:
         >>> import torch
         >>> stage = torch.nn.Linear(4, 1)
         >>> handles = accumulate_in_main_grad(stage)
         >>> zero_main_grads(stage)
     """
-    for _, parameter in parameters_of(modules):
+    for parameter in {parameter for _, module in named_modules(modules) for parameter in module.parameters()}:
         held = accumulated(parameter) if keeps_main_grad(parameter) else None
         if held is None:
             continue

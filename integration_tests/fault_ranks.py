@@ -71,11 +71,11 @@ class Case:
     schedule: str
     fault: str
     place: str
-    rank: int
-    point: int
-    step: int
-    monitor: bool
-    store: str
+    rank: int = 1
+    point: int = 0
+    step: int = 1
+    monitor: bool = True
+    store: str = "launcher"
     deadline: float = 3.0
     backend: str = "gloo"  # of BACKENDS
     days: float = 0.0

@@ -95,3 +95,9 @@ def test_every_page_is_in_the_navigation_and_no_other():
     listed = [page for _, pages in documentation.navigation() for page in pages]
     assert len(listed) == len(set(listed))
     assert set(listed) == {page for page in documentation.sources().values() if page.suffix == ".md"}
+
+
+def test_the_readme_and_the_pages_of_concepts_are_short():
+    assert len((documentation.ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 90
+    pages = (documentation.ROOT / "docs" / "concepts").glob("*.md")
+    assert sum(len(page.read_text(encoding="utf-8").split()) for page in pages) <= 30_000

@@ -10,7 +10,18 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 NAMES = [path.parent.name for path in sorted(ROOT.glob("packages/*/pyproject.toml"))]
-TOOLS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
+# What a file has of every package.
+LISTS = {
+    "pyproject.toml": [r'"packages/{name}/src"'],
+    "mkdocs.yml": [r"paths: .*\bpackages/{name}/src\b", r"- reference/{name}\.md$", r"- packages/{name}\.md$"],
+    "meta/pyproject.toml": [r'"pipegrid-{name}=='],
+    "README.md": [r"\]\(packages/{name}/README\.md\)"],
+    "ARCHITECTURE.md": [r"^\| (?:\w+, )*{name}[ ,].*\|$"],
+    "CHANGELOG.md": [r"^- `{name}`: "],
+    "docs/index.md": [r"\[{name}\]\(reference/{name}\.md\)"],
+    "docs/vocabulary.md": [r"^{name}/ +\w"],
+    "docs/reference/{name}.md": [r"^::: pipegrid\.{name}\b"],
+}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -21,13 +32,16 @@ def test_a_package_is_complete_and_every_list_names_it(name):
     assert "pytest" in metadata["dependency-groups"]["test"]
     for path in ("README.md", "tests", f"src/pipegrid/{name}/__init__.py", f"src/pipegrid/{name}/py.typed"):
         assert (folder / path).exists(), path
-    source = f"packages/{name}/src"
-    assert source in TOOLS["mypy"]["mypy_path"]
-    pages = (ROOT / "mkdocs.yml").read_text()
-    assert source in pages
-    assert f"packages/{name}.md" in pages
-    assert f"](packages/{name}/README.md)" in (ROOT / "README.md").read_text()
-    assert f"::: pipegrid.{name}" in (ROOT / "docs/reference" / f"{name}.md").read_text()
+    lacking = []
+    for file, patterns in LISTS.items():
+        path = ROOT / file.format(name=name)
+        text = path.read_text(encoding="utf-8") if path.is_file() else ""
+        lacking += [
+            f"{path.relative_to(ROOT)} has no line with {pattern.format(name=name)}"
+            for pattern in patterns
+            if not re.search(pattern.format(name=name), text, re.MULTILINE)
+        ]
+    assert lacking == []
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -76,7 +76,7 @@ def test_shapes_may_grow_shrink_and_change_by_turns(ranks, shapes, ahead, releas
         assert lane.stats.bytes == sum(max(one.nbytes, 1) for one in messages)
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, backend="gloo")
 def test_what_is_asked_of_gloo(ranks):
     """From the third message on a receive and a send beside those of the header, and none that waits for the header."""
     seen = []

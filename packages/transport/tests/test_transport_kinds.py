@@ -239,4 +239,4 @@ def test_only_works_of_a_cpu_are_waited_for_with_a_timeout():
         for path in SOURCES.glob("*/src/**/*.py")
         if pattern.search(path.read_text()) and not {"testing", "fake_nccl"} & {*path.parts}
     }
-    assert found == set(cpu_only)
+    assert found == set(cpu_only), "where only works of a CPU are waited for, name the file in cpu_only with the reason"

@@ -43,6 +43,8 @@ class TestOpening:
     @pytest.mark.ranks(3)
     @pytest.mark.parametrize("communicators", ["separate", "shared"])
     def test_each_lane_has_carried_a_message_the_way_that_payloads_go(self, ranks, monkeypatch, communicators):
+        if ranks.backend not in ("gloo", "staged", "fake_nccl"):
+            pytest.skip(f"counts what gloo and the fake NCCL are asked; {ranks.backend} has another mover")
         specs = [LaneSpec(0, 1, "a"), LaneSpec(0, 1, "b"), LaneSpec(1, 2), LaneSpec(2, 0), LaneSpec(1, 1)]
         seen = []
 

@@ -30,18 +30,17 @@ def encoders_before(places, *, encoders=(1, 2)):
 
 
 LOOPED = {"1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "looped_bfs"}
+FITTING = {
+    1: {"gpipe", "1f1b", "zero_bubble_h1", "zero_bubble_h2", "u_shape"},
+    2: {*LOOPED, "zero_bubble_v", "v_half", "v_min", "dualpipe_v"},
+    3: LOOPED,
+}
 
 
-@pytest.mark.parametrize(
-    ("num_chunks", "names"),
-    [
-        (1, {"gpipe", "1f1b", "zero_bubble_h1", "zero_bubble_h2", "u_shape"}),
-        (2, {*LOOPED, "zero_bubble_v", "v_half", "v_min", "dualpipe_v"}),
-        (3, LOOPED),
-    ],
-)
-def test_which_schedule_fits_follows_from_the_stages_on_a_position(num_chunks, names):
-    assert set(fitting_schedules(num_chunks)) == names
+@pytest.mark.parametrize("num_chunks", FITTING)
+def test_which_schedule_fits_follows_from_the_stages_on_a_position(num_chunks):
+    """Of those that are named here; a new schedule may fit as well."""
+    assert set(fitting_schedules(num_chunks)) & set().union(*FITTING.values()) == FITTING[num_chunks]
 
 
 def test_stages_are_placed_round_forth_and_back_or_in_a_u():

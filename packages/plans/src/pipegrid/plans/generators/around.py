@@ -44,8 +44,8 @@ def fitting_schedules(num_chunks: Count) -> tuple[str, ...]:
     """The schedules that train ``num_chunks`` stages of a module on each position (of a U, one more on the first).
 
     Examples:
-        >>> fitting_schedules(1), find_schedule("1f1b", num_chunks=2).name
-        (('gpipe', '1f1b', 'zero_bubble_h1', 'zero_bubble_h2', 'u_shape'), 'interleaved_1f1b')
+        >>> "zero_bubble_v" in fitting_schedules(2), find_schedule("1f1b", num_chunks=2).name
+        (True, 'interleaved_1f1b')
     """
     fitting = [known for known in SCHEDULES.values() if known.trains and _fits(known, num_chunks)]
     return tuple(known.name for known in fitting if not known.sliced)

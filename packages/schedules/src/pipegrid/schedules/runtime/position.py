@@ -331,9 +331,10 @@ class BoundPosition:
         return own
 
     def call_beside(self) -> None:
-        """Call ``beside``, in a step that has it."""
-        if self.beside is not None:
-            self.beside()
+        """Call ``beside``, in a step that has it, and forget it."""
+        beside, self.beside = self.beside, None
+        if beside is not None:
+            beside()
 
     def set_deadline(self, seconds: float | None) -> None:
         """Give every message this deadline; None is the communicator's own."""

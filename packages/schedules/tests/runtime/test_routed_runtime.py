@@ -309,7 +309,7 @@ def test_pieces_are_lent_one_memory_which_goes_back_unless_one_of_them_has_kept_
 
 def test_a_sum_leaves_when_its_last_piece_is_there():
     queue = sums({0: 1.0, 1: 2.0, 4: 3.0}, [0, 4], {0: 0, 1: 0, 4: 4})
-    assert list(queue.unread.fresh) == [4]
+    assert list(queue.pending) == [4]
 
 
 def test_a_step_may_follow_another_and_an_evaluation_runs_the_forwards():

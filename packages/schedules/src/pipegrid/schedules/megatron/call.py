@@ -232,6 +232,7 @@ def require_forward_step(forward_step_func: Any, *, checkpoints: bool) -> None:
 _VALUES = (
     "autocast_dtype",
     "calculate_per_token_loss",
+    "clone_outputs",
     "deadline",
     "deallocate_pipeline_outputs",
     "defer_embedding_wgrad_compute",

@@ -237,6 +237,7 @@ class PreparedStep:
             hooks=[self._hooks] if self.hooked else [],
             reducers=self._reducers(),
             deallocate_outputs=bool(option(config, "deallocate_pipeline_outputs")),
+            clone_outputs=bool(option(config, "clone_outputs")),
             deadline=option(config, "deadline"),
             loss_scale=None if option(config, "grad_scale_func") is None else self._scale,
             monitor=option(config, "monitor"),

@@ -98,6 +98,8 @@ class PipelineRuntime:
             a gradient that it received beyond its backward; a view of one that is kept costs the slot new memory.
             Messages whose shapes vary arrive in memory of their lane, which is used again likewise. Bridges between
             modules, ways to other replicas, collectives and evaluations allocate all the same.
+        clone_outputs: each output, and each gradient of an input, is copied as a stage returns it: for a stage that
+            returns the same memory again and again, such as a captured graph.
         deadline: seconds that any one transfer may take; None leaves it to the communicator.
         loss_scale: applied to a loss before its backward (mixed precision).
         monitor: publishes this rank's place in the plan, enforces deadlines and relays failures.
@@ -130,6 +132,7 @@ class PipelineRuntime:
         reducers: Mapping[int | str, Callable[[], None]] | None = None,
         deallocate_outputs: bool = False,
         reuse_buffers: bool = False,
+        clone_outputs: bool = False,
         deadline: float | None = None,
         loss_scale: Callable[[torch.Tensor], torch.Tensor] | None = None,
         monitor: Monitor | None = None,
@@ -157,6 +160,7 @@ class PipelineRuntime:
             reducers=reducers,
             deallocate_outputs=deallocate_outputs,
             reuse_buffers=reuse_buffers,
+            clone_outputs=clone_outputs,
             deadline=deadline,
             loss_scale=loss_scale,
         )

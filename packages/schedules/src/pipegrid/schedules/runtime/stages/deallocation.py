@@ -9,13 +9,28 @@ from typing import TYPE_CHECKING
 import torch
 from attrs import define, field
 
-from pipegrid.autograd import require_deallocatable
+from pipegrid.autograd import free_storage, require_deallocatable
 from pipegrid.schedules.errors import StageOutputError
-from pipegrid.schedules.runtime.stages.edge_queues import PendingFree, SendQueue
 from pipegrid.schedules.runtime.stages.payloads import flatten
 
 if TYPE_CHECKING:
+    from pipegrid.schedules.runtime.stages.edge_queues import SendQueue
     from pipegrid.transport.protocol import Payload
+
+
+@define(eq=False)
+class PendingFree:
+    """The outputs of one forward, whose storage is freed after ``unsent`` more messages have left."""
+
+    unsent: int
+    tensors: Sequence[torch.Tensor]
+
+    def sent(self) -> None:
+        """One of the messages has left."""
+        self.unsent -= 1
+        if self.unsent == 0:
+            for tensor in self.tensors:
+                free_storage(tensor)
 
 
 @define(eq=False)

@@ -13,8 +13,7 @@ import torch
 from attrs import define, field
 
 from pipegrid.schedules.runtime.stages.edge_queues import RecvQueue, SendQueue
-from pipegrid.schedules.runtime.stages.payloads import map_tensors
-from pipegrid.schedules.runtime.stages.unread import tensors_in_order
+from pipegrid.schedules.runtime.stages.payloads import flatten, map_tensors
 
 if TYPE_CHECKING:
     from pipegrid.core.edge import Edge
@@ -69,8 +68,7 @@ class LentQueue:
         call = self.calls.call_of[piece]
         if call not in self._held:
             payload = self.queue.take(call)
-            # A stage on the same position may write its output again before the last piece has it; what has no graph is
-            # a copy already where that is so (`Unread.take`).
+            # A stage on the same position may write its output again before the last piece has it.
             several = self.local and len(self.calls.pieces[call]) > 1
             self._held[call] = map_tensors(payload, _copied) if several else payload
         payload = map_tensors(self._held[call], _lent)
@@ -114,8 +112,9 @@ class SummedQueue:
             if not done:
                 self._sums[call] = part
                 continue
-            for total, more in zip(tensors_in_order(self._sums[call]), tensors_in_order(part), strict=True):
-                total.add_(more)
+            for total, more in zip(flatten(self._sums[call]), flatten(part), strict=True):
+                if total is not None:
+                    total.add_(more)
         if done == len(pieces):
             self.queue.put(call, self._sums.pop(call))
 
@@ -125,4 +124,4 @@ def _lent(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().clone().requires_grad_() if tensor.requires_grad else tensor
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)

@@ -37,7 +37,6 @@ from pipegrid.schedules.runtime.stages.stage import (
     modules_of,
     payloads_of,
 )
-from pipegrid.schedules.runtime.stages.unread import Unread, without_graph
 
 if TYPE_CHECKING:
     from pipegrid.core.edge import Edge
@@ -53,8 +52,6 @@ class StageRunner:
         arriving: the activations of each incoming edge; ``leaving``: of each outgoing one.
         gradients_in: gradients of outgoing edges that carry one back, in the order of ``leaving``; ``gradients_out``:
             of incoming ones, in the order of ``arriving``.
-        unread: what the stages of this position have returned and is not read yet: they may share memory, so it is
-            settled before each compute, which may write it.
         trains: whether the stage runs a backward.
         reduced_by_plan: whether the plan reduces the gradients of a sharded stage (``REDUCE_GRAD``).
         declared: edges whose payloads are declared; ``skipped``: outgoing edges of the stage that these pieces skip.
@@ -71,7 +68,6 @@ class StageRunner:
     leaving: Sequence[SendQueue]
     gradients_in: Sequence[RecvQueue]
     gradients_out: Sequence[SendQueue | SummedQueue]
-    unread: Sequence[Unread]
     trains: bool
     loss_scale: Callable[[torch.Tensor], torch.Tensor] | None
     deallocation: Deallocation | None = None
@@ -92,7 +88,7 @@ class StageRunner:
     _came: dict[int, list[torch.Tensor]] = field(factory=dict, init=False)  # by piece, gradients in such memory
     _resume: Callable[[Slice], None] | None = field(init=False)
     _answers: tuple[int, ...] = field(init=False)  # of the outgoing edges those by which gradients come
-    _answered: tuple[Unread, ...] = field(init=False)
+    _answered: tuple[SendQueue, ...] = field(init=False)
 
     def __attrs_post_init__(self) -> None:
         self._num_slices = self.flight.num_slices
@@ -105,7 +101,7 @@ class StageRunner:
         self._resume = getattr(self.stage, "resume", None)
         answering = {queue.edge for queue in self.gradients_in}
         self._answers = tuple(index for index, edge in enumerate(self._outgoing) if edge in answering)
-        self._answered = tuple(self.leaving[index].unread for index in self._answers)
+        self._answered = tuple(self.leaving[index] for index in self._answers)
 
     @property
     def gathers_by_itself(self) -> bool:
@@ -123,9 +119,6 @@ class StageRunner:
 
     def forward(self, piece: int) -> None:
         """``F``."""
-        for unread in self.unread:
-            if unread.fresh:
-                unread.settle()
         inputs: dict[Edge, Payload] = {}
         kept: list[Payload] = []
         for edge, take, differentiated in self.incoming:
@@ -171,25 +164,18 @@ class StageRunner:
                 pending = self.deallocation.pending(self.leaving, payloads, produced.loss)
         elif part is not None and part.is_last:
             del self.flight.kept[piece // self._num_slices]
-        if len(payloads) == 1:
-            self.leaving[0].put(piece, payloads[0], pending)
-        elif payloads:
-            aliased = {id(payload): without_graph(payload) for payload in payloads}
-            for sends, payload in zip(self.leaving, payloads, strict=True):
-                sends.put(piece, payload, pending, aliased[id(payload)])
+        for sends, payload in zip(self.leaving, payloads, strict=True):
+            sends.put(piece, payload, pending)
 
     def _take(self, piece: int) -> InFlight:
         """The state of a piece whose backward begins, once what it has saved is back."""
         live = self.flight.take(piece) if self.flight.offloads else self.flight.live.pop(piece)
-        for unread in self.unread:
-            if unread.fresh:
-                unread.settle()
         if self.reuses:  # a send that is not seen to have ended holds its payload, which may be in received memory
-            for index in self._answers:
-                self.leaving[index].complete(piece)
-        for unread in self._answered:
-            if piece in unread.left:
-                unread.end(piece)
+            for queue in self._answered:
+                queue.complete(piece)
+        for queue in self._answered:
+            if piece in queue.pending:
+                queue.end(piece)
         return live
 
     def backward(self, piece: int) -> None:
@@ -251,9 +237,6 @@ class StageRunner:
 
     def backward_weights(self, piece: int) -> None:
         """``W``."""
-        for unread in self.unread:
-            if unread.fresh:
-                unread.settle()
         backward_weights(self.flight.halves.pop(piece))
         if self.reuses:
             self._let_go(piece)

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pipegrid.core.edge import Direction, Edge
-from pipegrid.plans.plan import OFFLOADING, Action, ActionKind
+from pipegrid.plans.plan import OFFLOADING, SHARDING, Action, ActionKind
 from pipegrid.schedules.runtime.passages import ActorFlows, Passage, Way
 from pipegrid.schedules.runtime.stages.deallocation import Deallocation
 from pipegrid.schedules.runtime.stages.edge_queues import Output, ReceivesAhead, RecvQueue, SendQueue
 from pipegrid.schedules.runtime.stages.hooks import Hook, MessageHook
 from pipegrid.schedules.runtime.stages.in_flight import ActivationsInFlight
-from pipegrid.schedules.runtime.stages.sharded import ShardedStage, stages_sharded
+from pipegrid.schedules.runtime.stages.sharded import ShardedStage
 from pipegrid.schedules.runtime.stages.shared_calls import LentQueue, SharedCalls, SummedQueue
 from pipegrid.schedules.runtime.stages.stage import Stage
 from pipegrid.schedules.runtime.stages.stage_runner import StageRunner
@@ -68,7 +68,7 @@ class BoundPosition:
         self.actions = tuple(plan.actions(position))
         self.sharded = {
             number: ShardedStage(number, stages[number], self.actions.count(Action(ActionKind.REDUCE_GRAD, number)))
-            for number in stages_sharded(self.actions)
+            for number in {action.stage for action in self.actions if action.kind in SHARDING}
         }
         self._copiers: tuple[Any, Any] = (None, None)
         if self.device is not None and any(action.kind in OFFLOADING for action in self.actions):
@@ -238,12 +238,16 @@ class BoundPosition:
     # Of a step
 
     def begin(self, *, training: bool) -> None:
-        """Drop the state of an earlier step."""
-        for queue in self._kept:
-            queue.begin()
+        """Prepare the stages for a step; the queues are empty, as the step before has left them."""
         for runners in self.runners.values():
             for runner in runners:
                 runner.begin(training=training)
+
+    def drop(self) -> None:
+        """Drop what a step that failed holds, after which there is none."""
+        for queue in self._kept:
+            queue.drop()
+        self.begin(training=False)
 
     def start(self, *, training: bool) -> None:
         """Post the first receives of a step, those that may come before their turn."""

@@ -113,8 +113,8 @@ class RecvQueue:
     _posted: dict[int, tuple[Action, ReceiveHandle]] = field(factory=dict, init=False)
     _arrived: dict[int, Payload] = field(factory=dict, init=False)
 
-    def begin(self) -> None:
-        """Drop the state of an earlier step."""
+    def drop(self) -> None:
+        """Drop what a step that failed has left."""
         self.agree = None
         self._lent.clear()
         self._posted.clear()
@@ -159,7 +159,7 @@ class RecvQueue:
         if self.hooks:
             for hook in self.hooks:
                 hook.completed(action)
-        if self.lends and piece in self.lends and isinstance(handle, ReusableReceive):
+        if self.lends and piece in self.lends and torch.is_grad_enabled() and isinstance(handle, ReusableReceive):
             tensors = [tensor for tensor in flatten(payload) if tensor is not None]
             self._lent[piece] = handle, [(tensor, num_holders(tensor)) for tensor in tensors]
         return payload
@@ -213,7 +213,7 @@ class SendQueue:
     before its message has left. So a second output at the address of a pending one is an error, and a pending one
     whose version has changed; with ``clones`` each output is a copy. An output is pending until its message is seen to
     have left, or what depends on it has come back: that it has left meanwhile is no excuse, since the stage may have
-    written before that.
+    written before that. A gradient whose memory autograd has given to something else as well is copied.
 
     At most two sends per edge are outstanding: waiting for the older one never deadlocks (`verify` proves the plan even
     for sends that block until received) and bounds the memory that messages hold. Of sends of at most 64 KB it is 16,
@@ -247,8 +247,8 @@ class SendQueue:
         if self.local is not None:
             self.local.source = self
 
-    def begin(self) -> None:
-        """Drop the state of an earlier step."""
+    def drop(self) -> None:
+        """Drop what a step that failed has left."""
         self.pending.clear()
         self.places.clear()
         self._frees.clear()
@@ -281,10 +281,13 @@ class SendQueue:
 
     def _output(self, piece: int, tensor: torch.Tensor) -> Output:
         own, version, address = tensor, None, 0
-        if self.clones:
+        plain = type(tensor) in _PLAIN and tensor.layout is torch.strided
+        # Autograd may have given a gradient's memory to a parameter too, whose next one is added in place.
+        if self.clones or (plain and self.direction is Direction.BACKWARD and is_shared(tensor)):
             own = tensor.detach().clone()
-        elif tensor.requires_grad or (type(tensor) in _PLAIN and tensor.layout is torch.strided):
-            own = tensor.detach()
+        elif plain or tensor.requires_grad:
+            # Without a graph the tensor itself is held: autograd gives memory that is held to no parameter.
+            own = tensor.detach() if tensor.requires_grad else tensor
             version = None if tensor.is_inference() else tensor._version  # noqa: SLF001 (the documented way to ask)
             base = tensor if tensor._base is None else tensor._base  # noqa: SLF001 (likewise)
             if not base.requires_grad or base.grad_fn is not None:  # else of a parameter, or of an input passed on
@@ -324,21 +327,17 @@ class SendQueue:
         outstanding = self._sent
         if self.in_streams:
             while outstanding and outstanding[0][2].is_completed():
-                self._complete(1)
+                self.settle(1)
         elif len(outstanding) >= self._room:
-            self._complete(len(outstanding) - _UNDER_WAY + 1)
-
-    def settle(self) -> None:
-        """Wait until every message has left."""
-        self._complete(len(self._sent))
+            self.settle(len(outstanding) - _UNDER_WAY + 1)
 
     def complete(self, piece: int) -> None:
         """Let go of the message of ``piece``, which was answered, so it has left, and of those before it."""
-        self._complete(max((place for place, (one, _, _) in enumerate(self._sent, 1) if one == piece), default=0))
+        self.settle(max((place for place, (one, _, _) in enumerate(self._sent, 1) if one == piece), default=0))
 
-    def _complete(self, count: int) -> None:
-        """Wait for the oldest ``count`` sends."""
-        for _ in range(count):
+    def settle(self, count: int | None = None) -> None:
+        """Wait until every message has left, or the oldest ``count``."""
+        for _ in range(len(self._sent) if count is None else count):
             piece, action, handle = self._sent.popleft()
             handle.wait(self.deadline)
             for hook in self.hooks:
@@ -361,9 +360,15 @@ class SendQueue:
         return payload
 
     def end(self, piece: int) -> Payload:
-        """The payload of ``piece``, which is no longer pending: it was carried."""
-        payload = self.payload(piece)
-        for output in self.pending.pop(piece)[1]:
+        """The payload of ``piece``, which is no longer pending: it was carried.
+
+        Raises:
+            StageOutputError: the stage has written into it.
+        """
+        payload, outputs = self.pending.pop(piece)
+        for output in outputs:
+            if output.version is not None and output.version != output.tensor._version:  # noqa: SLF001
+                raise output.written()
             if output.address:
                 there = self.places[output.address]
                 there.remove(output)
@@ -380,26 +385,3 @@ def _port(queue: RecvQueue | SendQueue) -> Port:
     if queue.replica is None:
         return queue.communicator.port(queue.edge, queue.direction)
     return queue.communicator.port_across(queue.edge, queue.direction, queue.replica)
-
-
-def exchange(
-    piece: int, action: Action, communicator: Communicator, sends: SendQueue | None, receives: RecvQueue | None
-) -> None:
-    """``COLLECTIVE``: send the payload of ``sends`` and wait for the payload of ``receives``.
-
-    Every position of both stages leaves the action with its data, as the proof of the plan assumes: a later wait could
-    hold up another member at an action behind this one.
-    """
-    payload = None
-    if sends is not None:
-        sends.make_room()
-        payload = sends.payload(piece)
-    assert action.edge is not None
-    assert action.direction is not None
-    sending, receiving = communicator.collective(payload, edge=action.edge, direction=action.direction)
-    if receiving is not None:
-        receiving.wait(None if receives is None else receives.deadline)
-    if sending is not None and sends is not None:
-        sends.sent(piece, action, sending)
-    if receiving is not None and receives is not None:
-        receives.expect(piece, action, receiving)

@@ -52,8 +52,8 @@ class LentQueue:
     def __attrs_post_init__(self) -> None:
         self.edge, self.local = self.queue.edge, self.queue.local
 
-    def begin(self) -> None:
-        """Drop the state of an earlier step."""
+    def drop(self) -> None:
+        """Drop what a step that failed has left."""
         self._held.clear()
         self._taken.clear()
 
@@ -72,13 +72,12 @@ class LentQueue:
             several = self.local and len(self.calls.pieces[call]) > 1
             self._held[call] = map_tensors(payload, _copied) if several else payload
         payload = map_tensors(self._held[call], _lent)
-        if self._is_last(call, self._taken):
+        taken = self._taken.pop(call, 0) + 1
+        if taken == len(self.calls.pieces[call]):
             del self._held[call]
+        else:
+            self._taken[call] = taken
         return payload
-
-    def _is_last(self, call: int, counts: dict[int, int]) -> bool:
-        counts[call] = counts.get(call, 0) + 1
-        return counts[call] == len(self.calls.pieces[call])
 
 
 @define(eq=False)
@@ -95,8 +94,8 @@ class SummedQueue:
     def __attrs_post_init__(self) -> None:
         self.edge = self.queue.edge
 
-    def begin(self) -> None:
-        """Drop the state of an earlier step."""
+    def drop(self) -> None:
+        """Drop what a step that failed has left."""
         self._sums.clear()
         self._early.clear()
         self._next.clear()
@@ -114,8 +113,10 @@ class SummedQueue:
                 continue
             for total, more in zip(flatten(self._sums[call]), flatten(part), strict=True):
                 if total is not None:
+                    assert more is not None  # all are gradients of one payload
                     total.add_(more)
         if done == len(pieces):
+            del self._next[call]
             self.queue.put(call, self._sums.pop(call))
 
 

@@ -89,10 +89,12 @@ class StageRunner:
     _resume: Callable[[Slice], None] | None = field(init=False)
     _answers: tuple[int, ...] = field(init=False)  # of the outgoing edges those by which gradients come
     _answered: tuple[SendQueue, ...] = field(init=False)
+    _away: tuple[bool, ...] = field(init=False)  # whether each output leaves by message
 
     def __attrs_post_init__(self) -> None:
         self._num_slices = self.flight.num_slices
         self._outgoing = tuple(queue.edge for queue in self.leaving)
+        self._away = tuple(queue.local is None for queue in self.leaving)
         differentiated = {queue.edge for queue in self.gradients_out}
         self.incoming = tuple((queue.edge, queue.take, queue.edge in differentiated) for queue in self.arriving)
         # Where FSDP2 reduces in each backward, at the gradients of a module's inputs, all of it runs at I.
@@ -161,7 +163,7 @@ class StageRunner:
         if self.training:
             self.flight.keep(piece, kept, payloads, produced.loss, part, self._answers)
             if self.deallocation is not None and not (part is not None and part.keeps):  # may share its storage
-                pending = self.deallocation.pending(self.leaving, payloads, produced.loss)
+                pending = self.deallocation.pending(self._away, payloads, produced.loss)
         elif part is not None and part.is_last:
             del self.flight.kept[piece // self._num_slices]
         for sends, payload in zip(self.leaving, payloads, strict=True):
@@ -201,7 +203,7 @@ class StageRunner:
         inputs = differentiable(live.inputs)
         read = [] if live.part is None else live.part.leaves()
         try:
-            found, self.flight.halves[piece] = backward_inputs(
+            found, half = backward_inputs(
                 roots,
                 gradients,
                 [*inputs, *read] if read else inputs,
@@ -216,6 +218,7 @@ class StageRunner:
                 f"stage {self.number} checkpoints activations that read keys and values, and its backward of slice "
                 f"{self.flight.name(piece)} in halves would recompute them twice; seq1f1b has whole backwards"
             ) from error
+        self.flight.halves[piece] = half
         for leaf, gradient in zip(read, found[len(inputs) :], strict=True):
             if gradient is not None:
                 leaf.grad = gradient if leaf.grad is None else leaf.grad + gradient
@@ -226,11 +229,12 @@ class StageRunner:
             # As in a whole backward: an unused input has a gradient of zeros, and a gradient that an operator returns
             # as a view (of a transpose, a sum) is made contiguous, as accumulation into `grad` would make it.
             by_input[id(tensor)] = torch.zeros_like(tensor) if gradient is None else gradient.contiguous()
-        own = self._apart(live, piece) if self.reuses else None
+        # What W begins with it may give to a parameter, whose next gradient is added in place.
+        own = self._apart(live, piece, [gradient for call in half.calls for gradient in call.gradients])
         for queue, payload in zip(self.gradients_out, live.inputs, strict=True):
             is_one = isinstance(payload, torch.Tensor)
             gradient = by_input.get(id(payload)) if is_one else map_tensors(payload, lambda one: by_input.get(id(one)))
-            queue.put(piece, gradient if own is None else map_tensors(gradient, own))
+            queue.put(piece, map_tensors(gradient, own))
 
     def _note_compiled(self) -> None:
         self.compiled = True
@@ -241,9 +245,12 @@ class StageRunner:
         if self.reuses:
             self._let_go(piece)
 
-    def _apart(self, live: InFlight, piece: int) -> Callable[[torch.Tensor], torch.Tensor]:
-        """The function that copies a gradient which is in memory that messages come to."""
-        return partial(copied_from, memory_of([*flatten(list(live.inputs)), *self._came.get(piece, ())]))
+    def _apart(
+        self, live: InFlight, piece: int, later: Sequence[torch.Tensor] = ()
+    ) -> Callable[[torch.Tensor], torch.Tensor]:
+        """The function that copies a gradient which is in memory of ``later``, or that messages come to."""
+        came = [*flatten(list(live.inputs)), *self._came.get(piece, ())] if self.reuses else ()
+        return partial(copied_from, memory_of([*came, *later]))
 
     def _let_go(self, piece: int) -> None:
         """After the last backward of a piece: parameters whose gradients are in received memory get their own."""

@@ -302,7 +302,7 @@ MUTATIONS = (
     ),
     # ---- schedules: the runtime, and a step of Megatron's
     Mutation(
-        "schedules/runtime/stages/edge_queues.py",
+        "schedules/runtime/stages/deallocation.py",
         "        if self.unsent == 0:",
         "        if self.unsent <= 1:",
         "an output is freed before its last message has left",
@@ -317,7 +317,7 @@ MUTATIONS = (
     ),
     Mutation(
         "schedules/runtime/stages/edge_queues.py",
-        "            if piece in self.unread.left:\n                self.unread.end(piece)\n",
+        "            if piece in self.pending:\n                self.end(piece)\n",
         "",
         "an output that was changed in place before its send had ended is not noticed",
         "runtime/test_static_outputs.py runtime/test_stage_runner.py",

@@ -246,7 +246,7 @@ def test_where_each_rank_stands():
     assert len(info.bridge_comms_as_src_module) == [0, 1, 1, 0, 0][rank]
     assert len(info.bridge_comms_as_dest_module) == [0, 0, 0, 2, 0][rank]
     edges = [edge for edge in comm.graph.stage_edges if rank in (edge.source, edge.destination)]
-    assert [talk.peer for talk in comm.neighbours(edges).peers] == [[1], [0, 3], [3], [1, 2, 4], [3]][rank]
+    assert [talk.peer for talk in comm.neighbours(edges)] == [[1], [0, 3], [3], [1, 2, 4], [3]][rank]
     comm.destroy()
 
 

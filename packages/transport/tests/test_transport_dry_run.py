@@ -49,7 +49,7 @@ def test_shapes_that_are_fixed_at_opening_serve_receives_without_any():
         (lane,) = (one for one in lanes.values() if one.spec == LaneSpec(RANK - 1, RANK, "forward"))
         handles = [lane.irecv() for _ in range(3)]
         assert all(handle.is_completed() for handle in handles)
-        assert lanes.neighbours([RANK - 1, RANK + 1]).peers == []
+        assert lanes.neighbours([RANK - 1, RANK + 1]) == []
 
 
 @pytest.mark.parametrize("settings", [{}, {"shapes": "header"}], ids=str)

@@ -7,6 +7,8 @@ import torch
 
 from pipegrid.transport import Edge, P2PCommunicator, P2PConfig, P2PError, P2PMismatchError, P2PUsageError
 
+from .two_ranks import heard, say
+
 
 def opened(**settings):
     return P2PCommunicator(None, P2PConfig(variable_seq_lengths=True, shapes="learned", **settings))
@@ -53,12 +55,13 @@ def test_the_first_receives_are_posted_as_the_step_begins(ranks, ahead):
 def test_a_batch_that_one_rank_alone_had_is_not_known(ranks):
     """A rank of another module may be given other parts of a batch: no step of both had the first one."""
     with opened() as communicator:
-        handshake, lane = communicator.neighbours([Edge(0, 1)]), lane_of(communicator)
+        neighbours, lane = communicator.neighbours([Edge(0, 1)]), lane_of(communicator)
         for batch in ("ab"[ranks.rank], "a", "a"):
-            handshake.begin("step", batch)
+            say(neighbours, "step", batch)
             arrived = moved(ranks, lane, 2)
-            assert handshake.hear(20.0) == {}
-            handshake.end()
+            assert heard(neighbours) == {}
+            for one in neighbours:
+                one.end()
             assert arrived == [0.0, 1.0] * ranks.rank
 
 

@@ -21,6 +21,7 @@ from pipegrid.transport import (
 )
 
 from .stages import SHAPE, activation, assert_received, config, gradient, in_turn
+from .two_ranks import heard, say
 
 F, B = Direction
 REPLICAS = [[0, 1], [2, 3]]
@@ -155,7 +156,7 @@ def test_stages_on_one_rank_have_an_end_each_way(ranks):
         sent, received = port.isend(activation(replica)), port.irecv()
         assert_received(received.result(), activation(1 - replica))
         sent.wait()
-        assert {one.peer for one in communicator.neighbours_across([], [(edge, 1 - replica)]).peers} == {4 - ranks.rank}
+        assert {one.peer for one in communicator.neighbours_across([], [(edge, 1 - replica)])} == {4 - ranks.rank}
     communicator.close()
 
 
@@ -164,13 +165,13 @@ def test_the_handshake_has_the_neighbours_in_other_replicas(ranks):
     communicator, replica, place = pipelines(ranks)
     communicator.open_across(**crossing(replica, place, (0, 1)))
     across = [(FIRST, 1 - replica)] if ranks.rank in (0, 3) else []
-    handshake = communicator.neighbours_across([FIRST], across)
-    peers = {one.peer for one in handshake.peers}
+    neighbours = communicator.neighbours_across([FIRST], across)
+    peers = {one.peer for one in neighbours}
     assert peers == {ranks.rank ^ 1} | ({3 - ranks.rank} if across else set())
     ranks.barrier()
-    handshake.begin(f"plan {ranks.rank}")
+    say(neighbours, f"plan {ranks.rank}")
     ranks.barrier()
-    assert handshake.hear(20.0) == {peer: f"plan {peer}" for peer in peers}
+    assert heard(neighbours) == {peer: f"plan {peer}" for peer in peers}
     communicator.close()
 
 

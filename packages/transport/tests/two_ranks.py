@@ -27,6 +27,18 @@ on_device_groups = pytest.mark.parametrize(
 )
 
 
+def say(neighbours, what, batch=None):
+    """Tell them what this rank runs."""
+    for one in neighbours:
+        one.say(what, batch)
+
+
+def heard(neighbours):
+    """What those of them run that run something else, by rank."""
+    found = {one.peer: one.hear(DEADLINE) for one in neighbours}
+    return {peer: what for peer, what in found.items() if what is not None}
+
+
 def until(condition):
     end = time.monotonic() + DEADLINE
     while not condition():

@@ -34,7 +34,7 @@ from pipegrid.schedules import (
     forward_backward_pipelining_without_interleaving,
 )
 from pipegrid.schedules.megatron import place, prepared
-from pipegrid.schedules.megatron.checks import CHECKPOINTS
+from pipegrid.schedules.megatron.call import CHECKPOINTS
 from pipegrid.schedules.megatron.stage import MegatronStage
 from pipegrid.schedules.runtime import preflight
 from pipegrid.topology import HyperCommGrid, ProcessGroupCollection

@@ -29,8 +29,13 @@ from pipegrid.schedules import (
     chain,
 )
 from pipegrid.schedules.megatron.units.agreement import merged
-from pipegrid.schedules.megatron.units.numbers import StageUnits, planned_routes, units_per_replica
-from pipegrid.schedules.megatron.units.replica import replica_of, require_equal_routes
+from pipegrid.schedules.megatron.units.numbers import (
+    StageUnits,
+    planned_routes,
+    replica_of,
+    require_equal_routes,
+    units_per_replica,
+)
 from pipegrid.transport.job import JobTopology
 from plan_kit.groups import Group, Groups
 

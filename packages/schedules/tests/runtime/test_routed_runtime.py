@@ -14,6 +14,7 @@ from pipegrid.plans.plan import parse_action
 from pipegrid.schedules import (
     Actor,
     Forwarded,
+    PipelineError,
     PipelineRuntime,
     Routes,
     StepArgumentError,
@@ -231,8 +232,11 @@ def test_a_stage_may_write_the_output_of_a_unit_that_takes_other_edges_into_the_
             read.extend(value[0].item() for value in inputs.values())
             return Forwarded(dict.fromkeys(self.outgoing, torch.full((2,), 10.0)), None)
 
-    PipelineRuntime(plan, {0: Writes(), 1: Reads(1), 2: Reads(2)}, None, replica=0).step()
+    stages = {0: Writes(), 1: Reads(1), 2: Reads(2)}
+    PipelineRuntime(plan, stages, None, replica=0, clone_outputs=True).step()
     assert read == [1, 1, 10, 2]
+    with pytest.raises(PipelineError, match="stage 0 wrote again into its output of microbatch 0 before edge 0>1 had"):
+        PipelineRuntime(plan, stages, None, replica=0).step()
 
 
 def sums(values, order, calls=None):
@@ -257,7 +261,7 @@ def test_gradients_are_summed_in_the_order_of_units_whatever_came_first(order):
     expected = torch.tensor(0.0)
     for value in values:
         expected = expected + torch.tensor(value)
-    found = sums(dict(enumerate(values)), order).take(0)
+    found = sums(dict(enumerate(values)), order).end(0)
     assert found["x"].item() == expected.item()
     assert found["mask"] is None
 
@@ -298,7 +302,7 @@ def test_pieces_are_lent_one_memory_which_goes_back_unless_one_of_them_has_kept_
     lent = LentQueue(queue, SharedCalls(dict.fromkeys(range(3), 0)))
     for kept in (True, False):
         queue.receive(0, parse_action("1RECV_F0<0"))
-        lent.begin()
+        lent.drop()
         taken = [lent.take(piece) for piece in order]
         assert len({id(one) for one in taken}) == 3
         assert all(one.requires_grad and one.data_ptr() == message.payload.data_ptr() for one in taken)
@@ -309,7 +313,7 @@ def test_pieces_are_lent_one_memory_which_goes_back_unless_one_of_them_has_kept_
 
 def test_a_sum_leaves_when_its_last_piece_is_there():
     queue = sums({0: 1.0, 1: 2.0, 4: 3.0}, [0, 4], {0: 0, 1: 0, 4: 4})
-    assert list(queue.unread.fresh) == [4]
+    assert list(queue.pending) == [4]
 
 
 def test_a_step_may_follow_another_and_an_evaluation_runs_the_forwards():

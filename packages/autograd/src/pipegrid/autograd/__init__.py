@@ -5,12 +5,8 @@ from pipegrid.autograd.deallocate import free_storage, require_deallocatable
 from pipegrid.autograd.engine import run_backward, shape_of_gradient
 from pipegrid.autograd.partition import input_path_of
 from pipegrid.autograd.split_backward import WeightHalf, backward_inputs, backward_weights
-from pipegrid.autograd.tree import is_compiled_in_place
-from pipegrid.autograd.unsplittable import (
-    SplitBackwardError,
-    compiled_modules,
-    require_splittable,
-)
+from pipegrid.autograd.tree import compiled_modules, is_compiled_in_place
+from pipegrid.autograd.unsplittable import SplitBackwardError, require_splittable
 
 __all__ = [
     "SplitBackwardError",

@@ -42,3 +42,23 @@ def is_compiled_in_place(module: torch.nn.Module) -> bool:
         False
     """
     return module._compiled_call_impl is not None  # noqa: SLF001
+
+
+def compiled_modules(model: Any) -> list[str]:
+    """The names of the compiled modules of a stage; `torch.compile` wraps a module, and `Module.compile` marks it.
+
+    Examples:
+        >>> import torch
+        >>> compiled_modules(torch.nn.Linear(4, 4))
+        []
+    """
+    return [
+        f"{name.removesuffix('_orig_mod').rstrip('.') or 'the whole stage'!r} ({type(module).__name__})"
+        for name, module in named_modules_of(model)
+        if name.endswith("_orig_mod") or is_compiled_in_place(module)
+    ]
+
+
+def named_modules_of(model: Any) -> list[tuple[str, torch.nn.Module]]:
+    """The modules of a model by name; anything else has none."""
+    return list(model.named_modules()) if isinstance(model, torch.nn.Module) else []

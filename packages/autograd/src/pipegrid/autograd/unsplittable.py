@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import Node
 
-from pipegrid.autograd.tree import is_compiled_in_place
+from pipegrid.autograd.tree import named_modules_of
 
 UNSPLITTABLE = "CheckpointFunctionBackward"
 """A reentrant checkpoint: it cannot run while others of its graph are kept for later."""
@@ -65,24 +65,5 @@ def _checkpointed(node: Node, model: Any) -> str:
     owner = getattr(function, "__self__", function)
     if not isinstance(owner, torch.nn.Module):
         return f"function {getattr(function, '__name__', type(function).__name__)!r}"
-    name = next((name for name, found in _modules(model) if found is owner), "")
+    name = next((name for name, found in named_modules_of(model) if found is owner), "")
     return f"module {name!r} ({type(owner).__name__})" if name else f"module {type(owner).__name__}"
-
-
-def compiled_modules(model: Any) -> list[str]:
-    """The names of the compiled modules of a stage; `torch.compile` wraps a module, and `Module.compile` marks it.
-
-    Examples:
-        >>> import torch
-        >>> compiled_modules(torch.nn.Linear(4, 4))
-        []
-    """
-    return [
-        f"{name.removesuffix('_orig_mod').rstrip('.') or 'the whole stage'!r} ({type(module).__name__})"
-        for name, module in _modules(model)
-        if name.endswith("_orig_mod") or is_compiled_in_place(module)
-    ]
-
-
-def _modules(model: Any) -> list[tuple[str, torch.nn.Module]]:
-    return list(model.named_modules()) if isinstance(model, torch.nn.Module) else []

@@ -5,7 +5,7 @@ A communicator of one's own derives from `Communicator` and has `Communicator.po
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import TracebackType
@@ -169,12 +169,14 @@ class Communicator:
         del seconds
         return nullcontext()
 
-    def neighbours(self, edges: Iterable[Edge]) -> Handshake | None:
-        """The handshake before a step with the ranks at the other ends of ``edges``; None compares nothing."""
+    def neighbours(self, edges: Iterable[Edge]) -> Sequence[Handshake] | None:
+        """The handshakes before a step with the ranks at the other ends of ``edges``; None compares nothing."""
         del edges
         return None
 
-    def neighbours_across(self, edges: Iterable[Edge], across: Iterable[tuple[Edge, int]]) -> Handshake | None:
+    def neighbours_across(
+        self, edges: Iterable[Edge], across: Iterable[tuple[Edge, int]]
+    ) -> Sequence[Handshake] | None:
         """`neighbours`, and those at the other ends of the edges of ``across`` in other replicas, each with that.
 
         By default those of this replica alone.

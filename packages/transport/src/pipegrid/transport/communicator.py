@@ -202,8 +202,8 @@ class P2PCommunicator(NeighbourVerbs, LaneCommunicator):
     def _rank_of(self, stage: int) -> int:
         return self._ranks[stage % self.total_stages if self._placement is None else self._placement[stage]]
 
-    def neighbours(self, edges: Iterable[Edge]) -> Handshake:
-        """The handshake with the ranks at the other ends of ``edges``: each compares its next step with them."""
+    def neighbours(self, edges: Iterable[Edge]) -> Sequence[Handshake]:
+        """The handshakes with the ranks at the other ends of ``edges``: each compares its next step with them."""
         ranks = set()
         for edge in edges:
             ends = self._rank_of(edge.source), self._rank_of(edge.destination)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -84,10 +84,10 @@ class LaneCommunicator(Communicator):
         """The lanes of an edge to and from ``replica`` that are open."""
         return Verbs(*self._to_others.verbs(edge, direction, replica))
 
-    def neighbours_across(self, edges: Iterable[Edge], across: Iterable[tuple[Edge, int]]) -> Handshake:
+    def neighbours_across(self, edges: Iterable[Edge], across: Iterable[tuple[Edge, int]]) -> Sequence[Handshake]:
         """`neighbours`, and the ranks at the other ends of the edges of ``across`` in other replicas."""
         own = self.neighbours(edges)
-        ranks = set() if own is None else {one.peer for one in own.peers}
+        ranks = set() if own is None else {one.peer for one in own}
         return self.lanes.neighbours(ranks | self._to_others.peers(across))
 
     # ---- The end

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import Any, TypeAlias
@@ -83,8 +83,8 @@ class EdgeCommunicator(LaneCommunicator, ABC):
         known = ", ".join(map(str, () if job.graph is None else job.graph.stage_edges))
         return BridgeError(f"no edge {edge} ends at rank {self.rank}, of stages {job.stages}; the edges are {known}")
 
-    def neighbours(self, edges: Iterable[Edge]) -> Handshake:
-        """The handshake with the ranks at the other ends of ``edges``: each compares its next step with them."""
+    def neighbours(self, edges: Iterable[Edge]) -> Sequence[Handshake]:
+        """The handshakes with the ranks at the other ends of ``edges``: each compares its next step with them."""
         ranks: set[int] = set()
         for edge in edges:
             if edge not in self._neighbours:

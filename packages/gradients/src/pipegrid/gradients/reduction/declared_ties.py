@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -76,3 +76,16 @@ def _declared_ties(model: Any) -> tuple[Any, ...]:
     ties = getattr(model, "ties", ())
     ours = isinstance(ties, tuple) and hasattr(model, "number") and all(hasattr(tie, "stages") for tie in ties)
     return ties if ours else ()
+
+
+def tied_stages(tied: Iterable[TiedParameters]) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """The name and the stages of each tied parameter, hashable: pairs of the mapping for `lower` and `with_reduce`.
+
+    Examples:
+        >>> tied_stages([TiedParameters("embedding", stages=(0, 3))])
+        (('embedding', (0, 3)),)
+    """
+    pairs = tuple((each.name, each.stages) for each in tied)
+    if len(dict(pairs)) != len(pairs):
+        raise GradientError(f"tied parameters have the names {[name for name, _ in pairs]}; names are unique")
+    return pairs

@@ -300,16 +300,3 @@ def _difference(values: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
     same = (values == reference) | (values.isnan() & reference.isnan())
     apart = (values.double() - reference.double()).abs().nan_to_num(nan=float("inf"))
     return torch.where(same, 0.0, apart).max()
-
-
-def tied_stages(tied: Iterable[TiedParameters]) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    """The name and the stages of each tied parameter, hashable: pairs of the mapping for `lower` and `with_reduce`.
-
-    Examples:
-        >>> tied_stages([TiedParameters("embedding", stages=(0, 3))])
-        (('embedding', (0, 3)),)
-    """
-    pairs = tuple((each.name, each.stages) for each in tied)
-    if len(dict(pairs)) != len(pairs):
-        raise GradientError(f"tied parameters have the names {[name for name, _ in pairs]}; names are unique")
-    return pairs

@@ -8,7 +8,7 @@ from itertools import groupby
 from pipegrid.core.edge import Direction
 from pipegrid.plans.errors import Fault
 from pipegrid.plans.orders.play import Wait
-from pipegrid.plans.plan import COMPUTES, Action, ActionKind, Plan, Routes, Step, actions_of, for_piece, step_text
+from pipegrid.plans.plan import COMPUTES, Action, ActionKind, Plan, Routes, Step, actions_of, step_text
 from pipegrid.plans.plan.parts import is_pair
 from pipegrid.plans.verify.table import ActionRule, PositionTable
 
@@ -115,39 +115,6 @@ def unknown_microbatch(action: Action, count: int, position: int, step: int) -> 
     """The fault of a microbatch that the plan does not have."""
     message = f"{action}: there is no microbatch {action.microbatch}; the plan has {count}, 0..{count - 1}"
     return Fault("unknown-microbatch", message, position, step)
-
-
-def missing(table: PositionTable, flags: bytearray, reduced: set[str]) -> list[Fault]:
-    """The actions that a position never does, one fault for each kind of action."""
-    count, plan = table.span, table.plan
-    found: dict[tuple[object, ...], list[list[Action]]] = {}
-    for rule in (*table.table.values(), *table.collectives.values()):
-        action, done = rule.action, rule.done
-        if action.kind is ActionKind.B or not flags.count(0, done, done + count):
-            continue  # B and I set one flag between them; it is looked at once, for I
-        lacking = [piece for piece in range(count) if not flags[done + piece]]
-        if action.kind is ActionKind.W:  # without an I the whole backward is missing
-            lacking = [piece for piece in lacking if flags[rule.needs[0] + piece]]
-        for piece in lacking:
-            makers = table.makers_of(done + piece) or [
-                for_piece(action, plan.piece_of(action) + piece, plan.num_slices)
-            ]
-            found.setdefault((action.kind, action.stage, action.edge, action.group), []).append(makers)
-    faults = [_missing(table.position, actions) for actions in found.values()]
-    remedy = "" if plan.has_communication else "; lower adds it to a plan of computes"
-    reductions = {name: f"{min(stages)}REDUCE@{name}" for name, stages in table.tied.items()}
-    reductions |= {f"{stage}": f"{stage}REDUCE" for stage in table.averaged}
-    return faults + [
-        Fault("missing", f"{action}: to be done here, and never done{remedy}", table.position)
-        for name, action in reductions.items()
-        if name not in reduced
-    ]
-
-
-def _missing(position: int, lacking: Sequence[Sequence[Action]]) -> Fault:
-    listed = ", ".join(" or ".join(map(str, actions)) for actions in lacking[:8])
-    more = f" and {len(lacking) - 8} more" if len(lacking) > 8 else ""
-    return Fault("missing", f"{listed}{more}: to be done here, and never done", position)
 
 
 def deadlock(cycle: Sequence[tuple[Wait, Wait]], positions: Sequence[Sequence[Step]], *, in_order: bool) -> Fault:

@@ -9,9 +9,9 @@ from attrs import Factory, define
 
 from pipegrid.plans.errors import Fault
 from pipegrid.plans.orders.play import Program
-from pipegrid.plans.plan import OFFLOADING, SHARDING, Action, ActionKind, Lane, Step
+from pipegrid.plans.plan import OFFLOADING, SHARDING, Action, ActionKind, Lane, Step, for_piece
 from pipegrid.plans.plan.parts import is_pair
-from pipegrid.plans.verify.explain import missing, out_of_sequence, unknown_microbatch, why_no_rule, why_refused
+from pipegrid.plans.verify.explain import out_of_sequence, unknown_microbatch, why_no_rule, why_refused
 from pipegrid.plans.verify.table import ActionRule, PositionTable, RuleKey
 
 F, W = ActionKind.F, ActionKind.W
@@ -73,7 +73,7 @@ class PositionVerifier:
         for (lane, sends), order in zip(table.lanes, self._orders, strict=True):
             (self.sent if sends else self.received)[lane] = order
         self.exchanges = dict(zip(table.partners, self._shared_lanes, strict=True))
-        self.faults += missing(table, self.flags, self.reduced)
+        self.faults += _missing_actions(table, self.flags, self.reduced)
 
     def _verify_steps(self) -> None:
         """Verify the actions of each step, and add their events; messages of a batch are waited for at its end."""
@@ -300,3 +300,36 @@ class PositionVerifier:
             self._refuse(index, action, rule)
         self.flags[done] = 1
         return True
+
+
+def _missing_actions(table: PositionTable, flags: bytearray, reduced: set[str]) -> list[Fault]:
+    """The actions that a position never does, one fault for each kind of action."""
+    count, plan = table.span, table.plan
+    found: dict[tuple[object, ...], list[list[Action]]] = {}
+    for rule in (*table.table.values(), *table.collectives.values()):
+        action, done = rule.action, rule.done
+        if action.kind is ActionKind.B or not flags.count(0, done, done + count):
+            continue  # B and I set one flag between them; it is looked at once, for I
+        lacking = [piece for piece in range(count) if not flags[done + piece]]
+        if action.kind is ActionKind.W:  # without an I the whole backward is missing
+            lacking = [piece for piece in lacking if flags[rule.needs[0] + piece]]
+        for piece in lacking:
+            makers = table.makers_of(done + piece) or [
+                for_piece(action, plan.piece_of(action) + piece, plan.num_slices)
+            ]
+            found.setdefault((action.kind, action.stage, action.edge, action.group), []).append(makers)
+    faults = [_missing(table.position, actions) for actions in found.values()]
+    remedy = "" if plan.has_communication else "; lower adds it to a plan of computes"
+    reductions = {name: f"{min(stages)}REDUCE@{name}" for name, stages in table.tied.items()}
+    reductions |= {f"{stage}": f"{stage}REDUCE" for stage in table.averaged}
+    return faults + [
+        Fault("missing", f"{action}: to be done here, and never done{remedy}", table.position)
+        for name, action in reductions.items()
+        if name not in reduced
+    ]
+
+
+def _missing(position: int, lacking: Sequence[Sequence[Action]]) -> Fault:
+    listed = ", ".join(" or ".join(map(str, actions)) for actions in lacking[:8])
+    more = f" and {len(lacking) - 8} more" if len(lacking) > 8 else ""
+    return Fault("missing", f"{listed}{more}: to be done here, and never done", position)

@@ -19,10 +19,10 @@ from pipegrid.core.errors import StepArgumentError
 from pipegrid.core.fields import shown
 from pipegrid.gradients.groups import collections_by_name
 from pipegrid.gradients.reduction import StepGradients, observed
-from pipegrid.plans.plan import Routes
+from pipegrid.plans.plan import Action, Routes
 from pipegrid.schedules.megatron.config import OF_MEGATRON, PipelineConfig, aux_loss_scalers, config_of, option
 from pipegrid.schedules.megatron.place import sharding_key
-from pipegrid.schedules.runtime import MessageHook
+from pipegrid.schedules.runtime import Hook, MessageHook
 
 
 @define(eq=False)
@@ -232,6 +232,7 @@ def require_forward_step(forward_step_func: Any, *, checkpoints: bool) -> None:
 _VALUES = (
     "autocast_dtype",
     "calculate_per_token_loss",
+    "clone_outputs",
     "deadline",
     "deallocate_pipeline_outputs",
     "defer_embedding_wgrad_compute",
@@ -303,3 +304,35 @@ def _groups(pg_collection: Any) -> tuple[object, ...]:
     by_name = collections_by_name(pg_collection)
     held = {"": pg_collection} if by_name is None else by_name
     return *held, *[getattr(collection, name, None) for collection in held.values() for name in _GROUPS]
+
+
+class CallHooks:
+    """The hooks of the running call, ``current``, as one hook of a runtime that serves many calls."""
+
+    def __init__(self) -> None:
+        self.current: Sequence[Hook] = ()
+
+    @staticmethod
+    def of(hooks: Sequence[Hook]) -> CallHooks:
+        """For calls with hooks such as ``hooks``: told of the ends of messages if one of these is."""
+        return CallMessageHooks() if any(isinstance(each, MessageHook) for each in hooks) else CallHooks()
+
+    def before(self, action: Action) -> None:
+        """See `Hook`."""
+        for hook in self.current:
+            hook.before(action)
+
+    def after(self, action: Action) -> None:
+        """See `Hook`."""
+        for hook in self.current:
+            hook.after(action)
+
+
+class CallMessageHooks(CallHooks):
+    """`CallHooks` where at least one hook is a `MessageHook`."""
+
+    def completed(self, action: Action) -> None:
+        """See `MessageHook`."""
+        for hook in self.current:
+            if isinstance(hook, MessageHook):
+                hook.completed(action)

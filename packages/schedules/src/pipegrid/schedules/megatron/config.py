@@ -84,6 +84,7 @@ class PipelineConfig(P2PConfig):
             ``MTP`` and ``DSAIndexerLossAutoScaler``) are known. A function with another scale is a `StageOutputError`
             in the first step; None sets no scale and looks for none.
         deallocate_pipeline_outputs: free a sent activation's storage; only its ``grad_fn`` is still needed.
+        clone_outputs: as of `PipelineRuntime`, for stages that are captured graphs.
         num_microbatches_with_partial_activation_checkpoints: of each window of in-flight microbatches, how many
             follow the model's own setting (``checkpoint_activations_microbatch`` False), the others checkpoint whole
             (True). None passes no such argument.
@@ -150,6 +151,7 @@ class PipelineConfig(P2PConfig):
     weighted_microbatches: bool = False
     aux_loss_scalers: tuple[_Scaler, ...] | None = field(default=(), converter=optional(_as_tuple))
     deallocate_pipeline_outputs: bool = False
+    clone_outputs: bool = False
     num_microbatches_with_partial_activation_checkpoints: Index | None = None
     enable_autocast: bool = False
     autocast_dtype: Any = None

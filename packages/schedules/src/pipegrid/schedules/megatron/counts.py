@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from pipegrid.core.errors import StepArgumentError
-from pipegrid.core.fields import Count, Index, checked, checked_arguments, shown
+from pipegrid.core.fields import Count, Index, checked, checked_arguments
+from pipegrid.schedules.megatron.place import require_job
 from pipegrid.transport.base import Communicator
 from pipegrid.transport.job import JobTopology
 
@@ -74,18 +75,6 @@ def get_pp_rank_microbatches(
             warmup = 2 * distance + (num_model_chunks - 1) * group + int(overlap_moe_expert_parallel_comm)
     warmup = min(warmup, total)
     return total, warmup == total, warmup, total - warmup
-
-
-def require_job(communicator: Any) -> JobTopology:
-    """The job of ``communicator``: this rank's stage in a chain, or its stages in a graph; else StepArgumentError."""
-    job = communicator.job if isinstance(communicator, Communicator) else JobTopology()
-    if job.graph is None and not job.total_stages:
-        raise StepArgumentError(
-            f"p2p_communicator is {shown(communicator)}; it must be a Communicator whose job has stages (there is no "
-            "global state): pass P2PCommunicator(pp_group, config) or MultiModulePipelineCommunicator(grids, "
-            "topology, config)"
-        )
-    return job
 
 
 def size_of(group: Any) -> int:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -40,18 +41,18 @@ class WithLoss:
 
 def set_current_microbatch(model: torch.nn.Module, microbatch_id: int) -> None:
     """Set ``current_microbatch`` of every module of ``model`` with that attribute."""
-    for module in modules_with(model.modules(), "current_microbatch")[0]:
+    for module in modules_with(model.modules(), "current_microbatch")["current_microbatch"]:
         module.current_microbatch = microbatch_id  # type: ignore[assignment]
 
 
-def modules_with(modules: Iterable[torch.nn.Module], *names: str) -> list[list[torch.nn.Module]]:
+def modules_with(modules: Iterable[torch.nn.Module], *names: str) -> Mapping[str, Sequence[torch.nn.Module]]:
     """By attribute in ``names`` those of ``modules`` that have it."""
-    found: list[list[torch.nn.Module]] = [[] for _ in names]
+    found: Mapping[str, list[torch.nn.Module]] = defaultdict(list)
     for module in modules:
         own, kind = vars(module), type(module)
-        for held, name in zip(found, names, strict=True):
+        for name in names:
             if name in own or hasattr(kind, name):  # looked up so, a module without it costs no error of `__getattr__`
-                held.append(module)
+                found[name].append(module)
     return found
 
 

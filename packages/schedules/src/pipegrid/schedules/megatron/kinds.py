@@ -1,4 +1,4 @@
-"""What each step function runs: this rank's stages, their models, and the proved plan."""
+"""What each step function runs: this rank's stages, their models, and the proved plan; what excludes each other."""
 
 from __future__ import annotations
 
@@ -8,13 +8,23 @@ from typing import Any
 from attrs import evolve, frozen
 
 from pipegrid.core.errors import StepArgumentError
+from pipegrid.core.graph import ModuleGraph
 from pipegrid.gradients.reduction.policy import Models
+from pipegrid.plans.generators import SCHEDULES, find_schedule
 from pipegrid.plans.passes.lowering import Receives
 from pipegrid.plans.verify import Proof
-from pipegrid.schedules.megatron.call import StepCall, by_stage, have_one_config
-from pipegrid.schedules.megatron.config import checked_option, option
-from pipegrid.schedules.megatron.counts import require_job
-from pipegrid.schedules.megatron.place import Place, PlanNeeds, interleaved_proof, one_module, place_of, step_proof
+from pipegrid.schedules.megatron.call import CHECKPOINTS, StepCall, by_stage, have_one_config
+from pipegrid.schedules.megatron.config import checked_option, option, unwrapped_attribute
+from pipegrid.schedules.megatron.forward import modules_with
+from pipegrid.schedules.megatron.place import (
+    Place,
+    PlanNeeds,
+    interleaved_proof,
+    one_module,
+    place_of,
+    require_job,
+    step_proof,
+)
 from pipegrid.schedules.runtime import describe
 
 
@@ -119,3 +129,58 @@ def models_by_stage(kind: StepKind, place: Place, model: Any) -> Models:
     if kind != INTERLEAVED and not have_one_config(list(models.values())):
         raise StepArgumentError("the models on this rank have different configs; a step has one")
     return models
+
+
+def require_in_place(models: Mapping[int, Any], graph: ModuleGraph) -> None:
+    """Raise StepArgumentError for a stage of a layout (``stage_of_layout``) that the communicator places otherwise."""
+    for stage, model in models.items():
+        own: tuple[int, int] | None = unwrapped_attribute(model, "stage_of_layout")
+        module, number = graph.module_of(stage)
+        if own is None or own == (number, graph.depth(module)):
+            continue
+        raise StepArgumentError(
+            f"the model of stage {number} is stage {own[0]} of the {own[1]} of its layout, and the communicator has "
+            f"{graph.depth(module)} stages of module {module!r}, pp x chunks. Give a layout with as many stages, and "
+            "communicator and models one placement, that of the schedule: stage_places(schedule, pp)"
+        )
+
+
+def require_compatible(kind: StepKind, call: StepCall, models: Models, config: Any) -> None:
+    """Raise StepArgumentError for arguments and options of the config that exclude each other."""
+    if option(config, "overlap_moe_expert_parallel_comm"):
+        known = find_schedule(kind.schedule)
+        if not known.pairs or kind.num_slices > 1:
+            paired = ", ".join(name for name, other in SCHEDULES.items() if other.pairs)
+            raise StepArgumentError(
+                f"config.overlap_moe_expert_parallel_comm is set, and {known.name} has no pairs; these do: {paired}"
+            )
+    if option(config, "weighted_microbatches") and not option(config, "calculate_per_token_loss"):
+        raise StepArgumentError(
+            "config.weighted_microbatches is set, which says what calculate_per_token_loss counts; set both"
+        )
+    if call.collect_non_loss_data and not call.forward_only:
+        raise StepArgumentError("collect_non_loss_data has no loss to differentiate; set forward_only=True as well")
+    if option(config, "check"):
+        for stage, model in models.items():
+            if unwrapped_attribute(model, "proofs") is None:
+                raise StepArgumentError(
+                    f"config.check is set, and the {type(model).__name__} of stage {stage} is not made by "
+                    "`pipeline_stage` of pipegrid.training: there is no whole model to compare with; leave check "
+                    "out of its config"
+                )
+
+
+def require_sliced(models: Mapping[int, Any], config: Any, num_slices: int) -> None:
+    """Raise StepArgumentError for a model, or an option, that does not work with slices."""
+    for name in (CHECKPOINTS, "no_sync_func", "defer_embedding_wgrad_compute", "shard"):
+        value = option(config, name)
+        if value is not None and value is not False:
+            raise StepArgumentError(
+                f"config.{name} is set, which counts whole microbatches: num_slices is {num_slices}"
+            )
+    for stage, model in models.items():
+        if not modules_with(model.modules(), "current_slice")["current_slice"]:
+            raise StepArgumentError(
+                f"num_slices is {num_slices}, and no module of stage {stage} has a current_slice, by which attention "
+                "sees the earlier slices; set current_slice = None on each attention module (or on any)"
+            )

@@ -9,7 +9,7 @@ from attrs import frozen
 
 from pipegrid.core.edge import Edge
 from pipegrid.core.errors import StepArgumentError
-from pipegrid.core.fields import Count, Name, checked
+from pipegrid.core.fields import Count, Name, checked, shown
 from pipegrid.core.graph import ModuleGraph
 from pipegrid.plans.errors import PlanError
 from pipegrid.plans.generators import find_schedule, interleaved_1f1b, looped_placement, routed, schedule_for
@@ -17,7 +17,8 @@ from pipegrid.plans.passes.lowering import Receives, lower
 from pipegrid.plans.passes.sharding import Shard
 from pipegrid.plans.plan import Plan, Routes, as_placement, require_graph
 from pipegrid.plans.verify.verify import Proof, verify
-from pipegrid.schedules.megatron.counts import require_job
+from pipegrid.transport.base import Communicator
+from pipegrid.transport.job import JobTopology
 
 Ties: TypeAlias = tuple[tuple[str, tuple[int, ...]], ...]
 """The name and the stages of each tied parameter."""
@@ -102,6 +103,18 @@ class Place:
 def one_module(depth: int) -> ModuleGraph:
     """The graph of a pipeline of one module."""
     return ModuleGraph({"model": depth})
+
+
+def require_job(communicator: Any) -> JobTopology:
+    """The job of ``communicator``: this rank's stage in a chain, or its stages in a graph; else StepArgumentError."""
+    job = communicator.job if isinstance(communicator, Communicator) else JobTopology()
+    if job.graph is None and not job.total_stages:
+        raise StepArgumentError(
+            f"p2p_communicator is {shown(communicator)}; it must be a Communicator whose job has stages (there is no "
+            "global state): pass P2PCommunicator(pp_group, config) or MultiModulePipelineCommunicator(grids, "
+            "topology, config)"
+        )
+    return job
 
 
 def place_of(communicator: Any, *, several: bool = False, num_chunks: int = 1) -> Place:

@@ -31,6 +31,7 @@ from pipegrid.monitor.collectives import Waiting
 from pipegrid.plans.plan import ActionKind, Plan
 from pipegrid.schedules.megatron.call import (
     CHECKPOINTS,
+    CallHooks,
     KnownOptions,
     StepCall,
     by_stage,
@@ -38,8 +39,6 @@ from pipegrid.schedules.megatron.call import (
     require_forward_step,
     step_key,
 )
-from pipegrid.schedules.megatron.call_hooks import CallHooks
-from pipegrid.schedules.megatron.checks import require_compatible, require_in_place, require_sliced
 from pipegrid.schedules.megatron.config import (
     PipelineConfig,
     aux_loss_scalers,
@@ -49,20 +48,26 @@ from pipegrid.schedules.megatron.config import (
     require_options,
 )
 from pipegrid.schedules.megatron.counts import get_tensor_shapes
-from pipegrid.schedules.megatron.kinds import StepKind, models_by_stage
+from pipegrid.schedules.megatron.kinds import (
+    StepKind,
+    models_by_stage,
+    require_compatible,
+    require_in_place,
+    require_sliced,
+)
 from pipegrid.schedules.megatron.place import Place, PlanNeeds, sharding_key
 from pipegrid.schedules.megatron.shapes import AnnouncedShapes, SentShape, announced_shapes, sent_shape
-from pipegrid.schedules.megatron.skipping import SkippingStage, takes_part
-from pipegrid.schedules.megatron.stage import MegatronStage
+from pipegrid.schedules.megatron.stage import MegatronStage, SkippingStage, takes_part
 from pipegrid.schedules.megatron.units.numbers import (
     StageUnits,
     checkpointed_on,
     chunk_numbers,
     forwards_on,
     planned_routes,
+    replica_of,
+    require_equal_routes,
     units_per_replica,
 )
-from pipegrid.schedules.megatron.units.replica import replica_of, require_equal_routes
 from pipegrid.schedules.runtime import Hook, PipelineError, PipelineRuntime, position_of
 
 _KEPT = 8  # per model: training and evaluation, each with a few numbers of microbatches, or routes
@@ -237,6 +242,7 @@ class PreparedStep:
             hooks=[self._hooks] if self.hooked else [],
             reducers=self._reducers(),
             deallocate_outputs=bool(option(config, "deallocate_pipeline_outputs")),
+            clone_outputs=bool(option(config, "clone_outputs")),
             deadline=option(config, "deadline"),
             loss_scale=None if option(config, "grad_scale_func") is None else self._scale,
             monitor=option(config, "monitor"),
@@ -346,7 +352,7 @@ class PreparedStep:
             last.prepared, last.gradients = self, gradients if lasts else None
         return gradients
 
-    def begin(self, hooks: Sequence[Hook], reduce_tie: Callable[[str], None] | None = None) -> None:
+    def bind(self, hooks: Sequence[Hook], reduce_tie: Callable[[str], None] | None = None) -> None:
         """Store the hooks of a call, and its effect of a ``REDUCE`` of a tied parameter, by name."""
         self._hooks.current, self._reduce_tie = hooks, reduce_tie or _nothing
 

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from attrs import define, field, frozen
+from attrs import define, evolve, field, frozen
 
 from pipegrid.autograd.tree import modules_in
 from pipegrid.core.edge import Edge
@@ -80,7 +80,7 @@ class MegatronStage:
         weighted: what they count adds up to the microbatches of the job.
         loss_factor: factor of the stage's own loss, for a mean over its own replicas.
         checkpointed: the microbatches that checkpoint all activations, where the others follow the model's own setting.
-        call: the arguments of the running step.
+        call: the arguments of the running step, and ``model``.
         infos: the ``info`` of the loss function for each microbatch, behind its number.
         num_tokens: tokens that the losses have counted, where losses are sums over tokens; None before the first.
     """
@@ -99,6 +99,7 @@ class MegatronStage:
     loss_factor: float
     checkpointed: Collection[int] | None
     call: StageCall | None = field(default=None, init=False)
+    model: torch.nn.Module | None = field(default=None, init=False)
     infos: list[tuple[int, Any]] = field(factory=list, init=False)
     num_tokens: torch.Tensor | None = field(default=None, init=False)
     outgoing: tuple[Edge, ...] = field(init=False)
@@ -111,11 +112,6 @@ class MegatronStage:
         self._first = next(iter(self.units.order), None)
         self.attached = AttachedLosses(self.stage)
         self.outgoing = tuple(edge for edge in self.graph.stage_edges if edge.source == self.stage)
-
-    @property
-    def model(self) -> torch.nn.Module | None:
-        """The model of the running step."""
-        return None if self.call is None else self.call.model
 
     def begin(
         self,
@@ -132,17 +128,18 @@ class MegatronStage:
         if batches is not None or self.units.routes is not None:
             self._require_data(data_iterator, batches)
         starts = not self.forward_only or call.first_val_step is None or call.first_val_step
-        numbered, homed, sliced = modules_with(modules_in(model), *_NUMBERS)
+        found = modules_with(modules_in(model), *_NUMBERS)
         self.infos, self.num_tokens = [], None
+        self.model = model
         self.call = StageCall(
             call.forward_step_func,
             data_iterator,
             model,
             config,
-            numbered,
-            homed,
+            found["current_microbatch"],
+            found["current_replica"],
             batches,
-            sliced if self.num_slices > 1 else (),
+            found["current_slice"] if self.num_slices > 1 else (),
             unwrapped_attribute(model, "set_input_tensor"),
             unwrapped_attribute(model, "set_is_first_microbatch") if starts else None,
             announced or self.expected,
@@ -171,7 +168,7 @@ class MegatronStage:
         """Drop all references of the call, so that a deleted model is freed at once."""
         if self.num_slices > 1:
             self.resume(None)
-        self.call, self.infos, self.num_tokens = None, [], None
+        self.call, self.model, self.infos, self.num_tokens = None, None, [], None
 
     def resume(self, part: Slice | None) -> None:
         """Set ``current_slice`` where modules have one: before a forward, and a backward, which may recompute."""
@@ -320,3 +317,58 @@ class MegatronStage:
                 f"several modules returns {{{module!r}: tensor}}"
             )
         return dict.fromkeys(self.outgoing, output[module])
+
+
+@define(eq=False, kw_only=True)
+class SkippingStage(MegatronStage):
+    """Runs one microbatch of a stage that takes or gives values past others.
+
+    The module's stages hand on values: past others (`ModuleGraph.skips`), or to the next one alone. The model has two
+    methods more: ``set_skips(arrived)``, called before its forward, and ``take_skips()``, called after it. Both have
+    tensors by edge, of stages counted inside of the module. On an edge of the chain these go beside what the stage
+    returns.
+    """
+
+    def __attrs_post_init__(self) -> None:
+        super().__attrs_post_init__()
+        self.outgoing = tuple(edge for edge in self.outgoing if edge not in self.graph.skips)
+
+    def forward(self, microbatch: int, inputs: Mapping[Edge, Any], part: Slice | None = None) -> Forwarded:
+        """See `MegatronStage.forward`."""
+        assert self.call is not None  # set by `begin`
+        give, take = (unwrapped_attribute(self.call.model, name) for name in ("set_skips", "take_skips"))
+        if give is None or take is None:
+            raise StepArgumentError(
+                f"the graph has edges past stages, {', '.join(map(str, self.graph.skips))}, and the model of stage "
+                f"{self.stage}, a {type(self.call.model).__name__}, has no set_skips(arrived) and take_skips()"
+            )
+        inside = self.graph.edges_inside(self.graph.module_of(self.stage)[0])
+        first = self.graph.stage(self.graph.module_of(self.stage)[0], 0)
+        arrived, plain = {}, {}
+        for edge, payload in inputs.items():
+            values = payload
+            if edge not in self.graph.skips:
+                plain[edge], values = payload if edge in inside else (payload, None)
+            if edge in inside:
+                arrived[Edge(edge.source - first, edge.destination - first)] = values
+        give(arrived)
+        found = super().forward(microbatch, plain, part)
+        left = {Edge(edge.source + first, edge.destination + first): values for edge, values in take().items()}
+        leaving = [edge for edge in inside if edge.source == self.stage]
+        if unknown := sorted(set(left) - set(leaving)):
+            raise StageOutputError(
+                f"stage {self.stage} hands on values along edges {', '.join(map(str, unknown))} for microbatch "
+                f"{microbatch}, and the plan has {', '.join(map(str, leaving)) or 'none'} from it: the first batch of "
+                "a job has all that later ones have, and a communicator has graph=stage.graph"
+            )
+        outputs: dict[Edge, Any] = dict(found.outputs)
+        for edge in leaving:
+            values = left.get(edge) or [None]  # a message needs a part
+            outputs[edge] = values if edge in self.graph.skips else [outputs[edge], values]
+        return evolve(found, outputs=outputs)
+
+
+def takes_part(graph: ModuleGraph, stage: int, model: Any) -> bool:
+    """Whether stages of the module of ``stage`` hand on values: past others, or ``model.hands_on`` to the next."""
+    past = bool(graph.skips) and not set(graph.skips).isdisjoint(graph.edges_inside(graph.module_of(stage)[0]))
+    return past or bool(unwrapped_attribute(model, "hands_on"))

@@ -24,7 +24,7 @@ from pipegrid.schedules.megatron.kinds import StepKind
 from pipegrid.schedules.megatron.no_sync import no_sync_hooks, sync_gradients, sync_parameters
 from pipegrid.schedules.megatron.prepared import PreparedStep, prepared_step
 from pipegrid.schedules.megatron.units.by_unit import UnitGradients, require_addable_by_unit
-from pipegrid.schedules.megatron.units.replica import require_equal_routes
+from pipegrid.schedules.megatron.units.numbers import require_equal_routes
 from pipegrid.schedules.runtime import Hook
 
 _AS_IT_IS: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
@@ -46,7 +46,8 @@ def run_step(kind: StepKind, call: StepCall) -> list[Any]:
         early = call.sums if call.sums is not None and call.sums.early else None
         beside = None if early is None else lambda: early.begin(infos_of(prepared))
         if prepared.policy is None:
-            prepared.begin(option(config, "hooks") if prepared.hooked else ())
+            if prepared.hooked:
+                prepared.bind(option(config, "hooks"))
             prepared.runtime.eval(batch=call.batch, beside=beside)
         else:
             _train(prepared, prepared.gradients(call, models, config), call, outside, beside)
@@ -93,7 +94,8 @@ def _train(
         else:
             units.reduce_tie(tie, prepared.waiting)
 
-    prepared.begin(_hooks(prepared, gradients, units, outside) if prepared.hooked else (), reduce_tie)
+    if prepared.hooked or prepared.ties:
+        prepared.bind(_hooks(prepared, gradients, units, outside) if prepared.hooked else (), reduce_tie)
     if reduction is None and prepared.ties:  # a REDUCE sums what this call adds
         copies = [copy for tie in option(config, "tied_parameters") for copy in tie.copies]
         outside.enter_context(fresh_gradients(torch.nn.ParameterList(copies)))
@@ -117,7 +119,9 @@ def _train(
         if call.sums is not None:
             call.sums.begin(infos_of(prepared))
             tokens = partial(_second, call.sums)
-        counted = {number: stage.num_tokens for number, stage in prepared.stages.items()}
+        counted = {}
+        if gradients.policy.per_token:
+            counted = {number: stage.num_tokens for number, stage in prepared.stages.items()}
         gradients.finish(counted, tokens, force_all_reduce=forced)
 
     with _AS_IT_IS if reduction is None else set_aside(reduction.parameters):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from attrs import evolve, frozen
 
@@ -16,10 +16,13 @@ from pipegrid.core.errors import StepArgumentError
 from pipegrid.plans.plan import Action, ActionKind, step_text
 from pipegrid.schedules.runtime.position import BoundPosition
 from pipegrid.schedules.runtime.preflight import reducer_name
-from pipegrid.schedules.runtime.stages.edge_queues import RecvQueue, SendQueue, exchange
+from pipegrid.schedules.runtime.stages.edge_queues import RecvQueue, SendQueue
 from pipegrid.schedules.runtime.stages.shared_calls import LentQueue
 from pipegrid.schedules.runtime.stages.stage_runner import StageRunner
 from pipegrid.schedules.runtime.stages.statistics import for_another_replica
+
+if TYPE_CHECKING:
+    from pipegrid.transport.base import Communicator
 
 Call: TypeAlias = Callable[[], None]
 Effect: TypeAlias = Callable[[Action, Call], None]
@@ -95,8 +98,31 @@ def collective(at: BoundPosition, action: Action) -> Bound:
     """``COLLECTIVE``: an exchange among ranks that hold both stages."""
     sends, receives = next(iter(at.sends_of(action)), None), next(iter(at.receives_of(action)), None)
     room = () if sends is None else (partial(SendQueue.make_room, sends),)
-    run = partial(exchange, at.plan.piece_of(action), action, at.communicator, sends, receives)
+    run = partial(_exchange, at.plan.piece_of(action), action, at.communicator, sends, receives)
     return Bound(action, run, room)
+
+
+def _exchange(
+    piece: int, action: Action, communicator: Communicator, sends: SendQueue | None, receives: RecvQueue | None
+) -> None:
+    """Send the payload of ``sends`` and wait for the payload of ``receives``.
+
+    Every position of both stages leaves the action with its data, as the proof of the plan assumes: a later wait could
+    hold up another member at an action behind this one.
+    """
+    payload = None
+    if sends is not None:
+        sends.make_room()
+        payload = sends.payload(piece)
+    assert action.edge is not None
+    assert action.direction is not None
+    sending, receiving = communicator.collective(payload, edge=action.edge, direction=action.direction)
+    if receiving is not None:
+        receiving.wait(None if receives is None else receives.deadline)
+    if sending is not None and sends is not None:
+        sends.sent(piece, action, sending)
+    if receiving is not None and receives is not None:
+        receives.expect(piece, action, receiving)
 
 
 def reduce(at: BoundPosition, action: Action) -> Bound:

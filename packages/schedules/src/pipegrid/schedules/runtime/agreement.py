@@ -9,6 +9,7 @@ it and ends its lanes; the others are stopped by that, and see the difference wh
 from __future__ import annotations
 
 import hashlib
+import time
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -18,7 +19,7 @@ from pipegrid.monitor import DisagreementError
 from pipegrid.transport.collectives.differences import by_text
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
     from pipegrid.core.edge import Edge
     from pipegrid.plans.plan import Plan
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from pipegrid.transport.base import Communicator
     from pipegrid.transport.control.handshake import Handshake
 
-_LOOK_SECONDS = 0.2
+_LOOK_SECONDS, _POLL_SECONDS = 0.2, 0.005
 _DIFFERENT = "the ranks do not run the same step"
 
 
@@ -51,9 +52,8 @@ class StepAgreement:
     receives: Iterable[RecvQueue]
     rank: int | None
     deadline: float
-    _handshake: Handshake | None = field(default=None, init=False)
-    _of_queues: list[tuple[RecvQueue, Handshake]] = field(factory=list, init=False)
-    _connected: bool = field(default=False, init=False)
+    _neighbours: Sequence[Handshake] | None = field(default=None, init=False)  # before the first step
+    _of_queues: list[tuple[RecvQueue, Callable[[], None]]] = field(factory=list, init=False)
     _what: str = field(default="", init=False)
     _batch: str | None = field(default=None, init=False)
     _said: tuple[str, str, str | None] | None = field(default=None, init=False)
@@ -74,31 +74,34 @@ class StepAgreement:
                 f"{kind} of {self.plan.num_microbatches} microbatches (plan {self.plan.digest}){agree and f' {agree}'}"
             )
             self._signature = batch and _digest(f"{self._what} {batch}")
-        if not self._connected:
-            self._connected = True
-            self._connect()
-        if self._handshake is not None:
-            self._handshake.begin(self._what, self._signature)
-            if others := self._handshake.look(0.0):
-                raise DisagreementError(self._difference(others))
-        for queue, handshake in self._of_queues:
-            queue.agree = partial(self._hear, handshake)
+        if self._neighbours is None:
+            self._neighbours = self._connect()
+        for one in self._neighbours:
+            one.say(self._what, self._signature)
+        others: dict[int, str] = {}
+        for one in self._neighbours:
+            if (what := one.difference()) is not None:
+                others[one.peer] = what
+        if others:
+            raise DisagreementError(self._difference(others))
+        for queue, hear in self._of_queues:
+            queue.agree = hear
 
-    def _connect(self) -> None:
+    def _connect(self) -> Sequence[Handshake]:
+        found: Sequence[Handshake] | None = None
         if self.across:
-            self._handshake = self.communicator.neighbours_across(self.edges, self.across)
+            found = self.communicator.neighbours_across(self.edges, self.across)
         elif self.edges:
-            self._handshake = self.communicator.neighbours(self.edges)
-        if self._handshake is None:
-            return
-        for queue in self.receives:
+            found = self.communicator.neighbours(self.edges)
+        for queue in () if found is None else self.receives:
             if not queue.local:
                 own = (
                     self.communicator.neighbours([queue.edge])
                     if queue.replica is None
                     else self.communicator.neighbours_across([], [(queue.edge, queue.replica)])
                 )
-                self._of_queues += [] if own is None else [(queue, own)]
+                self._of_queues += [] if own is None else [(queue, partial(self._hear, own))]
+        return found or ()
 
     def end(self) -> None:
         """Hear the neighbours that have sent nothing: before this rank's gradients are finished.
@@ -107,12 +110,16 @@ class StepAgreement:
             DisagreementError: a neighbour runs something else.
             P2PError: one has ended, or said nothing within the deadline.
         """
-        if self._handshake is not None:
-            self._hear(self._handshake)
-            self._handshake.end()
+        self._hear(self._neighbours or ())
+        for one in self._neighbours or ():
+            one.end()
 
-    def _hear(self, handshake: Handshake) -> None:
-        if others := handshake.hear(self.deadline):
+    def _hear(self, neighbours: Sequence[Handshake]) -> None:
+        others: dict[int, str] = {}
+        for one in neighbours:
+            if not one.alike and (what := one.hear(self.deadline)) is not None:
+                others[one.peer] = what
+        if others:
             raise DisagreementError(self._difference(others))
 
     def look_again(self, told: str | None) -> str | None:
@@ -122,7 +129,14 @@ class StepAgreement:
         """
         if told is not None and told.startswith(_DIFFERENT):
             return told
-        others = {} if self._handshake is None else self._handshake.look(_LOOK_SECONDS)
+        others: dict[int, str] = {}
+        end = time.monotonic() + _LOOK_SECONDS
+        while not others:
+            said = {one.peer: (one.look(), one.difference()) for one in self._neighbours or ()}
+            others = {peer: different for peer, (_, different) in said.items() if different is not None}
+            if all(what is not None for what, _ in said.values()) or time.monotonic() >= end:
+                break
+            time.sleep(_POLL_SECONDS)
         if self._batch is None:  # a step that ended before all were told differs from none of what they tell
             others = {peer: what for peer, what in others.items() if what.partition("\n")[0] != self._what}
         return self._difference(others) if others else None

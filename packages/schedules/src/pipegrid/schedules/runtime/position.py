@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pipegrid.core.edge import Direction, Edge
-from pipegrid.plans.plan import OFFLOADING, Action, ActionKind
+from pipegrid.plans.plan import OFFLOADING, SHARDING, Action, ActionKind
 from pipegrid.schedules.runtime.passages import ActorFlows, Passage, Way
 from pipegrid.schedules.runtime.stages.deallocation import Deallocation
-from pipegrid.schedules.runtime.stages.edge_queues import ReceivesAhead, RecvQueue, SendQueue
+from pipegrid.schedules.runtime.stages.edge_queues import Output, ReceivesAhead, RecvQueue, SendQueue
 from pipegrid.schedules.runtime.stages.hooks import Hook, MessageHook
 from pipegrid.schedules.runtime.stages.in_flight import ActivationsInFlight
-from pipegrid.schedules.runtime.stages.sharded import ShardedStage, stages_sharded
+from pipegrid.schedules.runtime.stages.sharded import ShardedStage
 from pipegrid.schedules.runtime.stages.shared_calls import LentQueue, SharedCalls, SummedQueue
 from pipegrid.schedules.runtime.stages.stage import Stage
 from pipegrid.schedules.runtime.stages.stage_runner import StageRunner
@@ -58,6 +58,7 @@ class BoundPosition:
         reducers: Mapping[int | str, Callable[[], None]],
         deallocate_outputs: bool,
         reuse_buffers: bool,
+        clone_outputs: bool,
         deadline: float | None,
         loss_scale: Callable[[torch.Tensor], torch.Tensor] | None,
     ) -> None:
@@ -70,13 +71,13 @@ class BoundPosition:
         self.actions = tuple(plan.actions(position))
         self.sharded = {
             number: ShardedStage(number, stages[number], self.actions.count(Action(ActionKind.REDUCE_GRAD, number)))
-            for number in stages_sharded(self.actions)
+            for number in {action.stage for action in self.actions if action.kind in SHARDING}
         }
         self._copiers: tuple[Any, Any] = (None, None)
         if self.device is not None and any(action.kind in OFFLOADING for action in self.actions):
             self._copiers = streams.new_stream(self.device), streams.new_stream(self.device)
         self._flows = ActorFlows(plan, position)
-        self._open_queues(deadline, [hook for hook in hooks if isinstance(hook, MessageHook)])
+        self._open_queues(deadline, [hook for hook in hooks if isinstance(hook, MessageHook)], clone_outputs)
         for action in self.actions:
             if action.kind in (ActionKind.RECV_F, ActionKind.RECV_B):
                 for queue in self.receives_of(action):
@@ -91,7 +92,8 @@ class BoundPosition:
         self.runners = {number: self._runners(number, stage) for number, stage in stages.items()}
         self._kept = (*self._queues, *self._lent.values(), *self._summed.values())
 
-    def _open_queues(self, deadline: float | None, hooks: Sequence[MessageHook]) -> None:
+    def _open_queues(self, deadline: float | None, hooks: Sequence[MessageHook], clones: bool) -> None:
+        pending: dict[int, list[Output]] = {}
         self.receives = {
             way: RecvQueue(
                 way.edge,
@@ -115,12 +117,11 @@ class BoundPosition:
                 in_streams=self.in_streams,
                 num_slices=self.plan.num_slices,
                 replica=way.replica,
+                clones=clones,
+                places=pending,
             )
             for way in self._flows.sends
         }
-        self._unread = tuple(queue.unread for queue in self.sends.values())
-        for one in self._unread:
-            one.places = self._unread[0].places
 
     def _runners(self, number: int, stage: Stage) -> tuple[StageRunner, ...]:
         """The computes of a stage, by the passages of its pieces; of the whole plan's where replicas act alike."""
@@ -176,7 +177,6 @@ class BoundPosition:
             gradients_out=[
                 self._summed.get(way.back, self.sends[way.back]) for way in passage.arriving if way.edge in carries
             ],
-            unread=self._unread,
             trains=trains,
             loss_scale=self._loss_scale,
             deallocation=deallocation,
@@ -241,12 +241,16 @@ class BoundPosition:
     # Of a step
 
     def begin(self, *, training: bool) -> None:
-        """Drop the state of an earlier step."""
-        for queue in self._kept:
-            queue.begin()
+        """Prepare the stages for a step; the queues are empty, as the step before has left them."""
         for runners in self.runners.values():
             for runner in runners:
                 runner.begin(training=training)
+
+    def drop(self) -> None:
+        """Drop what a step that failed holds, after which there is none."""
+        for queue in self._kept:
+            queue.drop()
+        self.begin(training=False)
 
     def start(self, *, training: bool) -> None:
         """Post the first receives of a step, those that may come before their turn."""

@@ -101,7 +101,7 @@ def programs(
     for number, bounds in enumerate(steps):
         if ends := at.ends_after(number):
             bounds[-1] = evolve(bounds[-1], after=tuple(ends))
-    gathers = in_evaluation([bounds[0].action for bounds in steps])
+    gathers = in_evaluation([bounds[0].action for bounds in steps]) if at.sharded else ()
     forwards = [
         [bound for bound in bounds if place in gathers or _goes_forward(bound.action)]
         for place, bounds in enumerate(forwards_of)

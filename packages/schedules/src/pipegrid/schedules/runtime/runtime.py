@@ -40,7 +40,7 @@ from pipegrid.schedules.runtime.preflight import (
     require_runnable,
     require_stages,
 )
-from pipegrid.schedules.runtime.program import Cursor, Program, programs
+from pipegrid.schedules.runtime.program import Cursor, programs
 from pipegrid.schedules.runtime.stages.hooks import Hook
 from pipegrid.schedules.runtime.stages.stage import require_bare
 from pipegrid.schedules.runtime.step_failures import PipelineError, StepFailures
@@ -98,6 +98,8 @@ class PipelineRuntime:
             a gradient that it received beyond its backward; a view of one that is kept costs the slot new memory.
             Messages whose shapes vary arrive in memory of their lane, which is used again likewise. Bridges between
             modules, ways to other replicas, collectives and evaluations allocate all the same.
+        clone_outputs: each output, and each gradient of an input, is copied as a stage returns it: for a stage that
+            returns the same memory again and again, such as a captured graph.
         deadline: seconds that any one transfer may take; None leaves it to the communicator.
         loss_scale: applied to a loss before its backward (mixed precision).
         monitor: publishes this rank's place in the plan, enforces deadlines and relays failures.
@@ -130,6 +132,7 @@ class PipelineRuntime:
         reducers: Mapping[int | str, Callable[[], None]] | None = None,
         deallocate_outputs: bool = False,
         reuse_buffers: bool = False,
+        clone_outputs: bool = False,
         deadline: float | None = None,
         loss_scale: Callable[[torch.Tensor], torch.Tensor] | None = None,
         monitor: Monitor | None = None,
@@ -157,6 +160,7 @@ class PipelineRuntime:
             reducers=reducers,
             deallocate_outputs=deallocate_outputs,
             reuse_buffers=reuse_buffers,
+            clone_outputs=clone_outputs,
             deadline=deadline,
             loss_scale=loss_scale,
         )
@@ -352,11 +356,18 @@ class PipelineRuntime:
         if not self._one_step.acquire(blocking=False):
             raise self._inside("step() or eval()")
         try:
-            program = self._program if grad else self._forwards
+            cursor, program = self._cursor, self._program if grad else self._forwards
             for sharded in self._bound.sharded.values():
                 sharded.begin()
-            self._start(program, grad=grad)
-            cursor = self._cursor
+            if self._failures.first is not None:
+                self._failures.require_none()
+            self._bound.begin(training=grad)
+            if grad in self._cold or self._patient:
+                self._allow_compilation(first=grad in self._cold)
+                self._cold.discard(grad)
+            cursor.program, cursor.at = program, -1
+            if self._monitor is not None:
+                self._watch()
             try:
                 if start is not None:  # first: a neighbour's difference could end one replica, and leave another in it
                     start()
@@ -393,20 +404,14 @@ class PipelineRuntime:
         order.enter_context(self._communicator.patient(deadline or own))
         return order
 
-    def _start(self, program: Program, *, grad: bool) -> None:
-        if self._failures.first is not None:
-            self._failures.require_none()
-        self._bound.begin(training=grad)
-        if grad in self._cold or self._patient:
-            self._allow_compilation(first=grad in self._cold)
-            self._cold.discard(grad)
-        self._cursor.program, self._cursor.at = program, -1
-        if self._monitor is not None:
-            try:
-                self._monitor.begin(self.plan, where=lambda: self.where, abort=self._failures.abort)
-            except JobFailedError as error:
-                self._recorder.record(self.plan, str(error), line_of(error), self.where)
-                raise
+    def _watch(self) -> None:
+        """Have the monitor watch this step."""
+        assert self._monitor is not None
+        try:
+            self._monitor.begin(self.plan, where=lambda: self.where, abort=self._failures.abort)
+        except JobFailedError as error:
+            self._recorder.record(self.plan, str(error), line_of(error), self.where)
+            raise
 
     def _allow_compilation(self, *, first: bool) -> None:
         """Messages of the first step have at least 600 s where stages are compiled, on CUDA 30 minutes.

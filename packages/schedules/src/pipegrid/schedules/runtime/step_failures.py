@@ -98,7 +98,7 @@ class StepFailures:
             failure = f"{here}: {stopped}\n  at {place}"
         else:
             failure = f"{cause}\n  {here} stopped at {place}: {without(stopped)}"
-        self.position.begin(training=False)  # so that what the step held is not held until the runtime goes
+        self.position.drop()  # so that what the step held is not held until the runtime goes
         report: Report | None = None
         if self.monitor is not None:
             report = self.monitor.failed(failure)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
 
@@ -62,8 +62,8 @@ class ModulePart(Communicator):
         """Start transfers of the whole communicator in the order of calls inside the block."""
         return self._whole.in_order()
 
-    def neighbours(self, edges: Iterable[Edge]) -> Handshake | None:
-        """The handshake with the ranks at the other ends of these edges of the module."""
+    def neighbours(self, edges: Iterable[Edge]) -> Sequence[Handshake] | None:
+        """The handshakes with the ranks at the other ends of these edges of the module."""
         return self._whole.neighbours(map(self._edge, edges))
 
     def abort(self, reason: str) -> None:

@@ -7,9 +7,7 @@ anything is computed from what it has sent.
 
 from __future__ import annotations
 
-import time
 from collections import deque
-from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -21,13 +19,12 @@ from pipegrid.transport.config import STEPS_KEPT
 if TYPE_CHECKING:
     from pipegrid.transport.lane.lane import Lane
 
-_UNHEARD = 2  # steps whose messages may not have been read yet: see `PeerHandshake.say`
-_POLL_SECONDS = 0.005
+_UNHEARD = 2  # steps whose messages may not have been read yet: see `Handshake.say`
 _KNOWN, _NEW = "known ", "new "
 
 
 @define(eq=False)
-class PeerHandshake:
+class Handshake:
     """The exchange of each step's text with rank ``peer``, over the control channel of ``lane``, which joins the two.
 
     A rank may be ahead of the other by a step, of which it has heard nothing yet; messages are read in order.
@@ -107,20 +104,22 @@ class PeerHandshake:
             except RuntimeError as error:
                 self._lost(error)
             self._expect()
-        self.alike = self.agrees(heard)
+        self.alike = self.said.startswith(heard) or self._both_new(heard)
         return None if self.alike else heard
+
+    def difference(self) -> str | None:
+        """What the peer runs, as far as it has said so, if it is known to differ. Also where the lane has ended."""
+        what = self.look()
+        return None if what is None or self.said.startswith(what) or self._both_new(what) else what
 
     def differs(self) -> bool:
         """Whether the peer has said that it runs another step, and nobody has heard it yet. From any thread."""
         if self.heard is not None or not self.said or self.lane.ending.error is not None:
             return False
-        what = self.look()
-        return what is not None and not self.agrees(what)
+        return self.difference() is not None
 
-    def agrees(self, what: str) -> bool:
-        """Whether ``what``, perhaps the beginning of a long text, goes with what this rank has said."""
-        if self.said.startswith(what):
-            return True
+    def _both_new(self, what: str) -> bool:
+        """Whether ``what``, perhaps the beginning of a text, differs from this rank's by the batch, new to both."""
         (own, _, batch), (other, _, others) = self.said.partition("\n"), what.partition("\n")
         return own == other and batch.startswith(_NEW) and others.startswith(_NEW)
 
@@ -147,50 +146,3 @@ class PeerHandshake:
     def _lost(self, error: RuntimeError) -> NoReturn:
         self.lane.ending.explain(error, None)
         raise self.lane.ending.error or error
-
-
-@define(eq=False)
-class Handshake:
-    """The handshakes of this rank with some of the ranks at the other ends of its lanes."""
-
-    peers: Sequence[PeerHandshake]
-
-    def begin(self, what: str, batch: str | None = None) -> None:
-        """Tell the neighbours that this rank is about to run ``what``. Waits for no rank.
-
-        Every rank calls it once for each step that it runs with these neighbours, and then `hear` and `end`.
-
-        Args:
-            what: compared with what each neighbour runs.
-            batch: signature of the step's batch; see `PeerHandshake`.
-        """
-        for one in self.peers:
-            one.say(what, batch)
-
-    def end(self) -> None:
-        """End the step, whose messages have all arrived or left."""
-        for one in self.peers:
-            one.end()
-
-    def hear(self, seconds: float) -> dict[int, str]:
-        """The texts of the neighbours that run something else in this step, by rank; waits for the texts of all."""
-        found: dict[int, str] = {}
-        for one in self.peers:
-            if not one.alike and (what := one.hear(seconds)) is not None:
-                found[one.peer] = what
-        return found
-
-    def look(self, seconds: float) -> dict[int, str]:
-        """The texts of `hear` that come within ``seconds``, up to the first difference. Also if lanes have ended."""
-        end = time.monotonic() + seconds
-        while True:
-            found: dict[int, str] = {}
-            silent = False
-            for one in self.peers:
-                what = one.look()
-                silent = silent or what is None
-                if what is not None and not one.agrees(what):
-                    found[one.peer] = what
-            if found or not silent or time.monotonic() >= end:
-                return found
-            time.sleep(_POLL_SECONDS)

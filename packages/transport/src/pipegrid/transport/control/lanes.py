@@ -14,7 +14,7 @@ from typing import Any, Self
 from pipegrid.core.spec import LaneSpec
 from pipegrid.topology import destroy_groups, discard_groups
 from pipegrid.transport.backends.wire import Wire
-from pipegrid.transport.control.handshake import Handshake, PeerHandshake
+from pipegrid.transport.control.handshake import Handshake
 from pipegrid.transport.errors import P2PLaneDeadError, text_of
 from pipegrid.transport.lane.batch import Batch, Submitter
 from pipegrid.transport.lane.ending import End, LaneEnding, abort_lanes, await_aborts, end_together
@@ -50,7 +50,7 @@ class Lanes(dict[LaneSpec, Lane]):
         self._watchers: list[BackgroundThread] = []
         self._groups: list[Any] = []
         self._failed = False
-        self._handshakes: dict[int, PeerHandshake] = {}
+        self._handshakes: dict[int, Handshake] = {}
         self._progress = _Progress(self._ends, submitter, self._handshakes)
         # Also at exit: threads that wait in the backend must not outlive the interpreter.
         self._parts = os.getpid(), self._ends, self._progress, self._watchers, self._groups
@@ -61,7 +61,7 @@ class Lanes(dict[LaneSpec, Lane]):
         self.update(lanes)
         for lane in lanes.values():
             if lane.wire is not None and lane.peer not in self._handshakes:
-                self._handshakes[lane.peer] = PeerHandshake(lane.peer, lane)
+                self._handshakes[lane.peer] = Handshake(lane.peer, lane)
             if lane.wire is not None:
                 self._handshakes[lane.peer].lanes.append(lane)
         ends = [lane.transfers for lane in lanes.values()]
@@ -137,12 +137,12 @@ class Lanes(dict[LaneSpec, Lane]):
         """End all lanes at once, and tell the other sides why: for a rank that fails elsewhere."""
         abort_lanes([lane.ending for lane in self.values()], reason)
 
-    def neighbours(self, ranks: Iterable[int]) -> Handshake:
-        """The handshake with those of ``ranks`` at the other ends of lanes: each compares its next step with them.
+    def neighbours(self, ranks: Iterable[int]) -> Sequence[Handshake]:
+        """The handshakes with those of ``ranks`` at the other ends of lanes: each compares its next step with them.
 
         With each over the first of the lanes between the two, which is the same at both ends.
         """
-        return Handshake([self._handshakes[rank] for rank in sorted(set(ranks)) if rank in self._handshakes])
+        return [self._handshakes[rank] for rank in sorted(set(ranks)) if rank in self._handshakes]
 
     @property
     def closed(self) -> bool:
@@ -277,7 +277,7 @@ class _Progress:
     soon as one of ``handshakes`` tells.
     """
 
-    def __init__(self, lanes: list[LaneTransfers], submit: Submitter, handshakes: dict[int, PeerHandshake]) -> None:
+    def __init__(self, lanes: list[LaneTransfers], submit: Submitter, handshakes: dict[int, Handshake]) -> None:
         self._lanes, self._handshakes = lanes, handshakes
         self._submit = submit
         self._stopped = False

@@ -80,6 +80,8 @@ class Lane:
         connection.lanes.append(self.ending)
         self.queue = self.transfers.queue
         self._submit, self.index = submit, end.index
+        one_by_one = not (self.mover.streams or submit.strict or submit.shares)
+        self._most_ahead = self.config.receives_ahead if one_by_one else 0
         self._needs_shapes = end.config.shape_mode == "given"
         self._epoch = 0  # of renewals, or the number of a batch signature
         self._bound: dict[int, tuple[_Start, _Start]] = {}  # by epoch what starts a send, and a receive
@@ -116,11 +118,6 @@ class Lane:
         In a step whose messages it has learned, the lane posts them itself.
         """
         return 0 if self._early is not None else self._most_ahead
-
-    @property
-    def _most_ahead(self) -> int:
-        one_by_one = not (self.mover.streams or self._submit.strict or self._submit.shares)
-        return self.config.receives_ahead if one_by_one else 0
 
     @property
     def takes_slots(self) -> bool:

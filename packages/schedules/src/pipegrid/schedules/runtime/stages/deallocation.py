@@ -9,13 +9,27 @@ from typing import TYPE_CHECKING
 import torch
 from attrs import define, field
 
-from pipegrid.autograd import require_deallocatable
+from pipegrid.autograd import free_storage, require_deallocatable
 from pipegrid.schedules.errors import StageOutputError
-from pipegrid.schedules.runtime.stages.edge_queues import PendingFree, SendQueue
 from pipegrid.schedules.runtime.stages.payloads import flatten
 
 if TYPE_CHECKING:
     from pipegrid.transport.protocol import Payload
+
+
+@define(eq=False)
+class PendingFree:
+    """The outputs of one forward, whose storage is freed after ``unsent`` more messages have left."""
+
+    unsent: int
+    tensors: Sequence[torch.Tensor]
+
+    def sent(self) -> None:
+        """One of the messages has left."""
+        self.unsent -= 1
+        if self.unsent == 0:
+            for tensor in self.tensors:
+                free_storage(tensor)
 
 
 @define(eq=False)
@@ -29,11 +43,9 @@ class Deallocation:
         """Forget the outputs of earlier steps that are gone."""
         self._outputs = {key: output for key, output in self._outputs.items() if output() is not None}
 
-    def pending(
-        self, leaving: Sequence[SendQueue], payloads: Sequence[Payload], loss: torch.Tensor | None
-    ) -> PendingFree:
-        """The outputs of one forward that leave by message, whose storage goes when they have left."""
-        sent = [payload for queue, payload in zip(leaving, payloads, strict=True) if queue.local is None]
+    def pending(self, away: Sequence[bool], payloads: Sequence[Payload], loss: torch.Tensor | None) -> PendingFree:
+        """The outputs of one forward that leave by message (``away``), whose storage goes when they have left."""
+        sent = [payload for leaves, payload in zip(away, payloads, strict=True) if leaves]
         # An input passed straight on is a leaf: its storage is not ours.
         tensors = {id(t): t for t in flatten(sent) if t is not None and t.grad_fn is not None}
         for tensor in tensors.values():

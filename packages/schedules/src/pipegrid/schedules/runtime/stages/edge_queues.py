@@ -12,14 +12,16 @@ from typing import TYPE_CHECKING
 import torch
 from attrs import define, field
 
-from pipegrid.autograd import free_storage
 from pipegrid.core.edge import Direction, Edge
-from pipegrid.schedules.runtime.stages.payloads import flatten
-from pipegrid.schedules.runtime.stages.unread import Aliased, Unread, is_shared, num_holders
+from pipegrid.reshard import SPLIT_SIZES
+from pipegrid.schedules.errors import StageOutputError
+from pipegrid.schedules.runtime.stages.payloads import flatten, map_tensors, unpacked
+from pipegrid.schedules.runtime.stages.reused import is_shared, num_holders
 from pipegrid.transport.protocol import ReusableReceive
 
 if TYPE_CHECKING:
     from pipegrid.plans.plan.actions import Action
+    from pipegrid.schedules.runtime.stages.deallocation import PendingFree
     from pipegrid.schedules.runtime.stages.hooks import MessageHook
     from pipegrid.transport.base import Communicator, Port
     from pipegrid.transport.messages.slot import Slot
@@ -28,21 +30,7 @@ if TYPE_CHECKING:
 _UNDER_WAY = 2
 _SMALL_UNDER_WAY = 16
 _SMALL_BYTES = 64 * 1024
-
-
-@define(eq=False)
-class PendingFree:
-    """The outputs of one forward, whose storage is freed after ``unsent`` more messages have left."""
-
-    unsent: int
-    tensors: Sequence[torch.Tensor]
-
-    def sent(self) -> None:
-        """One of the messages has left."""
-        self.unsent -= 1
-        if self.unsent == 0:
-            for tensor in self.tensors:
-                free_storage(tensor)
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
 @define(eq=False)
@@ -117,16 +105,16 @@ class RecvQueue:
     """Where pieces arrive, if not in memory of a lane."""
     ahead: ReceivesAhead | None = field(default=None, init=False)
     _lent: dict[int, tuple[ReusableReceive, list[tuple[torch.Tensor, int]]]] = field(factory=dict, init=False)
-    unread: Unread | None = None
-    """The payloads of a stage on the same position."""
+    source: SendQueue | None = field(default=None, init=False)
+    """The queue at the other end, of a stage on the same position."""
     replica: int | None = None
     expected: int = 0
     agree: Callable[[], None] | None = None
     _posted: dict[int, tuple[Action, ReceiveHandle]] = field(factory=dict, init=False)
     _arrived: dict[int, Payload] = field(factory=dict, init=False)
 
-    def begin(self) -> None:
-        """Drop the state of an earlier step."""
+    def drop(self) -> None:
+        """Drop what a step that failed has left."""
         self.agree = None
         self._lent.clear()
         self._posted.clear()
@@ -160,7 +148,7 @@ class RecvQueue:
         """The payload of ``piece``, once: waits for it where `wait` has not."""
         posted = self._posted.pop(piece, None)
         if posted is None:
-            return self._arrived.pop(piece) if self.unread is None else self.unread.take(piece)
+            return self._arrived.pop(piece) if self.source is None else unpacked(self.source.end(piece))
         action, handle = posted
         if self.deadline is not None:
             handle.wait(self.deadline)
@@ -171,7 +159,7 @@ class RecvQueue:
         if self.hooks:
             for hook in self.hooks:
                 hook.completed(action)
-        if self.lends and piece in self.lends and isinstance(handle, ReusableReceive):
+        if self.lends and piece in self.lends and torch.is_grad_enabled() and isinstance(handle, ReusableReceive):
             tensors = [tensor for tensor in flatten(payload) if tensor is not None]
             self._lent[piece] = handle, [(tensor, num_holders(tensor)) for tensor in tensors]
         return payload
@@ -189,14 +177,50 @@ class RecvQueue:
 
 
 @define(eq=False)
+class Output:
+    """A tensor that a stage has returned, before its message is seen to have left.
+
+    Attributes:
+        tensor: without its graph.
+        version: the count of changes in place, which tensors of one memory share; None where torch has none.
+        address: of its memory; 0 where the same may come again unchanged.
+        piece: which, and ``queue``, where from.
+    """
+
+    tensor: torch.Tensor
+    version: int | None
+    address: int
+    piece: int
+    queue: SendQueue
+
+    def written(self) -> StageOutputError:
+        """The error of a stage that has written into it."""
+        queue = self.queue
+        stage, direction = queue.returned_by
+        what = "its output" if direction is Direction.FORWARD else "the gradient of its input"
+        name = self.piece if queue.num_slices == 1 else "{}.{}".format(*divmod(self.piece, queue.num_slices))
+        return StageOutputError(
+            f"stage {stage} wrote again into {what} of microbatch {name} before edge {queue.edge} had carried it; "
+            "return a tensor of its own for each microbatch, such as output.clone(), or set clone_outputs=True"
+        )
+
+
+@define(eq=False)
 class SendQueue:
     """Payloads that leave along an edge: kept until their send, or until ``local``, the queue at the other end, asks.
+
+    A stage that returns the same memory for every microbatch, such as the static output of a captured graph, writes it
+    before its message has left. So a second output at the address of a pending one is an error, and a pending one
+    whose version has changed; with ``clones`` each output is a copy. An output is pending until its message is seen to
+    have left, or what depends on it has come back: that it has left meanwhile is no excuse, since the stage may have
+    written before that. A gradient whose memory autograd has given to something else as well is copied.
 
     At most two sends per edge are outstanding: waiting for the older one never deadlocks (`verify` proves the plan even
     for sends that block until received) and bounds the memory that messages hold. Of sends of at most 64 KB it is 16,
     where no hook asks for their ends, since several waits in a row cost little more than one.
     On a device with streams (``in_streams``) no send is waited for before the end of the step: the host's lead bounds
-    those under way. ``replica``: that of the other end; None is this rank's own.
+    those under way. ``replica``: that of the other end; None is this rank's own. ``places``: what is pending of all
+    queues of a position, by address.
     """
 
     edge: Edge
@@ -208,7 +232,9 @@ class SendQueue:
     in_streams: bool = False
     num_slices: int = 1
     replica: int | None = None
-    unread: Unread = field(init=False)
+    clones: bool = False
+    places: dict[int, list[Output]] = field(factory=dict)
+    pending: dict[int, tuple[Payload, Sequence[Output]]] = field(factory=dict, init=False)
     _isend: Callable[[Payload], Handle] | None = field(default=None, init=False)
     _frees: dict[int, PendingFree] = field(factory=dict, init=False)
     _sent: deque[tuple[int, Action, Handle]] = field(factory=deque, init=False)
@@ -218,13 +244,13 @@ class SendQueue:
     def __attrs_post_init__(self) -> None:
         self._room = 0 if self.in_streams else _UNDER_WAY
         self._varies = not self.hooks and not self.in_streams
-        self.unread = Unread(self.edge, self.direction, self.local is not None, self.num_slices)
         if self.local is not None:
-            self.local.unread = self.unread
+            self.local.source = self
 
-    def begin(self) -> None:
-        """Drop the state of an earlier step."""
-        self.unread.begin()
+    def drop(self) -> None:
+        """Drop what a step that failed has left."""
+        self.pending.clear()
+        self.places.clear()
         self._frees.clear()
         self._sent.clear()
 
@@ -233,23 +259,64 @@ class SendQueue:
         self._isend = _port(self).isend
         return self._isend
 
-    def put(
-        self, piece: int, payload: Payload, pending: PendingFree | None = None, aliased: Aliased | None = None
-    ) -> None:
-        """Keep ``payload`` until it is sent or taken; see `Unread.put`."""
-        if aliased is None:
-            self.unread.fresh[piece] = payload
+    def put(self, piece: int, payload: Payload, pending: PendingFree | None = None) -> None:
+        """Keep ``payload`` until it is sent or taken.
+
+        Raises:
+            StageOutputError: a pending output of another forward or backward is in the same memory.
+        """
+        if isinstance(payload, torch.Tensor):
+            output = self._output(piece, payload)
+            self.pending[piece] = output.tensor, (output,)
         else:
-            self.unread.put(piece, payload, aliased)
+            found: list[Output] = []
+
+            def note(tensor: torch.Tensor) -> torch.Tensor:
+                found.append(self._output(piece, tensor))
+                return found[-1].tensor
+
+            self.pending[piece] = map_tensors(payload, note), found
         if pending is not None and self.local is None:
             self._frees[piece] = pending
+
+    def _output(self, piece: int, tensor: torch.Tensor) -> Output:
+        own, version, address = tensor, None, 0
+        plain = type(tensor) in _PLAIN and tensor.layout is torch.strided
+        # Autograd may have given a gradient's memory to a parameter too, whose next one is added in place.
+        if self.clones or (plain and self.direction is Direction.BACKWARD and is_shared(tensor)):
+            own = tensor.detach().clone()
+        elif plain or tensor.requires_grad:
+            # Without a graph the tensor itself is held: autograd gives memory that is held to no parameter.
+            own = tensor.detach() if tensor.requires_grad else tensor
+            version = None if tensor.is_inference() else tensor._version  # noqa: SLF001 (the documented way to ask)
+            base = tensor if tensor._base is None else tensor._base  # noqa: SLF001 (likewise)
+            if not base.requires_grad or base.grad_fn is not None:  # else of a parameter, or of an input passed on
+                address = tensor.data_ptr()
+        if own is not tensor and (samples := getattr(tensor, SPLIT_SIZES, None)) is not None:
+            setattr(own, SPLIT_SIZES, samples)  # by which Megatron's models tell a bridge the rows of samples
+        if self.local is not None and tensor.requires_grad:
+            own.requires_grad_()
+        output = Output(own, version, address, piece, self)
+        if address:
+            there = self.places.setdefault(address, [])
+            for other in there:
+                if other.piece != piece or other.queue.returned_by != self.returned_by:
+                    raise other.written()
+            there.append(output)
+        return output
+
+    @property
+    def returned_by(self) -> tuple[int, Direction]:
+        """The stage whose payloads these are, and whether they are outputs or gradients."""
+        forward = self.direction is Direction.FORWARD
+        return self.edge.source if forward else self.edge.destination, self.direction
 
     def send(self, piece: int, action: Action) -> None:
         """``SEND_F`` or ``SEND_B``: post the send, as soon as there is room for it."""
         outstanding = self._sent
         if len(outstanding) >= self._room:
             self.make_room()
-        payload = self.unread.take(piece)
+        payload = self.payload(piece)
         isend = self._isend or self.bind()
         outstanding.append((piece, action, isend(payload)))
         if self._varies and isinstance(payload, torch.Tensor):
@@ -260,33 +327,54 @@ class SendQueue:
         outstanding = self._sent
         if self.in_streams:
             while outstanding and outstanding[0][2].is_completed():
-                self._complete(1)
+                self.settle(1)
         elif len(outstanding) >= self._room:
-            self._complete(len(outstanding) - _UNDER_WAY + 1)
-
-    def settle(self) -> None:
-        """Wait until every message has left."""
-        self._complete(len(self._sent))
+            self.settle(len(outstanding) - _UNDER_WAY + 1)
 
     def complete(self, piece: int) -> None:
         """Let go of the message of ``piece``, which was answered, so it has left, and of those before it."""
-        self._complete(max((place for place, (one, _, _) in enumerate(self._sent, 1) if one == piece), default=0))
+        self.settle(max((place for place, (one, _, _) in enumerate(self._sent, 1) if one == piece), default=0))
 
-    def _complete(self, count: int) -> None:
-        """Wait for the oldest ``count`` sends."""
-        for _ in range(count):
+    def settle(self, count: int | None = None) -> None:
+        """Wait until every message has left, or the oldest ``count``."""
+        for _ in range(len(self._sent) if count is None else count):
             piece, action, handle = self._sent.popleft()
             handle.wait(self.deadline)
             for hook in self.hooks:
                 hook.completed(action)
-            if piece in self.unread.left:
-                self.unread.end(piece)
+            if piece in self.pending:
+                self.end(piece)
             if self._frees and (pending := self._frees.pop(piece, None)) is not None:
                 pending.sent()
 
-    def take(self, piece: int) -> Payload:
-        """The payload of ``piece`` for a collective; once."""
-        return self.unread.take(piece)
+    def payload(self, piece: int) -> Payload:
+        """The pending payload of ``piece``.
+
+        Raises:
+            StageOutputError: the stage has written into it.
+        """
+        payload, outputs = self.pending[piece]
+        for output in outputs:
+            if output.version is not None and output.version != output.tensor._version:  # noqa: SLF001
+                raise output.written()
+        return payload
+
+    def end(self, piece: int) -> Payload:
+        """The payload of ``piece``, which is no longer pending: it was carried.
+
+        Raises:
+            StageOutputError: the stage has written into it.
+        """
+        payload, outputs = self.pending.pop(piece)
+        for output in outputs:
+            if output.version is not None and output.version != output.tensor._version:  # noqa: SLF001
+                raise output.written()
+            if output.address:
+                there = self.places[output.address]
+                there.remove(output)
+                if not there:
+                    del self.places[output.address]
+        return payload
 
     def sent(self, piece: int, action: Action, handle: Handle) -> None:
         """Note a send that was posted elsewhere (a collective)."""
@@ -297,26 +385,3 @@ def _port(queue: RecvQueue | SendQueue) -> Port:
     if queue.replica is None:
         return queue.communicator.port(queue.edge, queue.direction)
     return queue.communicator.port_across(queue.edge, queue.direction, queue.replica)
-
-
-def exchange(
-    piece: int, action: Action, communicator: Communicator, sends: SendQueue | None, receives: RecvQueue | None
-) -> None:
-    """``COLLECTIVE``: send the payload of ``sends`` and wait for the payload of ``receives``.
-
-    Every position of both stages leaves the action with its data, as the proof of the plan assumes: a later wait could
-    hold up another member at an action behind this one.
-    """
-    payload = None
-    if sends is not None:
-        sends.make_room()
-        payload = sends.take(piece)
-    assert action.edge is not None
-    assert action.direction is not None
-    sending, receiving = communicator.collective(payload, edge=action.edge, direction=action.direction)
-    if receiving is not None:
-        receiving.wait(None if receives is None else receives.deadline)
-    if sending is not None and sends is not None:
-        sends.sent(piece, action, sending)
-    if receiving is not None and receives is not None:
-        receives.expect(piece, action, receiving)

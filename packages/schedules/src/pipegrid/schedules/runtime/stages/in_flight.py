@@ -133,7 +133,7 @@ class ActivationsInFlight:
         if loss is not None:
             self._rooted, self._was_rooted, self.suspected = True, True, False
         elif not self._rooted:
-            self._require_root(roots, [payloads[index] for index in answered])
+            self._require_root(roots, payloads, answered)
         if self.splits and not self._looked_at:
             self._looked_at = True
             self.require_splittable(input_path_of(live.starts(), differentiable(live.inputs)))
@@ -168,7 +168,9 @@ class ActivationsInFlight:
         """Raise with the module behind an unsplittable graph: after the first forward, or at the I of a later one."""
         require_splittable(path, self.number, getattr(self.stage, "model", None))
 
-    def _require_root(self, roots: Sequence[Sequence[Root | None]], answered: Sequence[Payload]) -> None:
+    def _require_root(
+        self, roots: Sequence[Sequence[Root | None]], payloads: Sequence[Payload], answered: Sequence[int]
+    ) -> None:
         """Raise if no output of a step has a graph, although the stage has parameters to train.
 
         Judged at the last forward: one microbatch alone may well need no gradient (a text without images). So may a
@@ -178,7 +180,7 @@ class ActivationsInFlight:
             if part.count(None) < len(part):
                 self._rooted, self._was_rooted, self.suspected = True, True, False
                 return
-        sent = flatten(list(answered))
+        sent = flatten([payloads[index] for index in answered])
         self._rootless += any(tensor is not None and tensor.numel() > 0 for tensor in sent)
         if self._rootless < self.num_pieces:
             return

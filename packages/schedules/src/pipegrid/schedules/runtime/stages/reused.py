@@ -10,9 +10,23 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from pipegrid.schedules.runtime.stages.unread import is_shared
-
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+# There is no public way to ask; without this one, all memory counts as held. Pinned by `tests/runtime/test_reused.py`.
+_holders = getattr(torch._C, "_storage_Use_Count", None)  # noqa: SLF001
+_ALONE = 2  # the one tensor, and torch's Python object of the storage
+
+
+def is_shared(tensor: torch.Tensor, *, alone: int = _ALONE) -> bool:
+    """Whether anything but ``tensor`` holds its memory: another tensor, a view, a graph.
+
+    ``alone``: `num_holders` when nothing else did.
+    """
+    return _holders is None or _holders(tensor.untyped_storage()._cdata) > alone  # noqa: SLF001
+
+
+def num_holders(tensor: torch.Tensor) -> int:
+    """How many hold its memory, itself included."""
+    return _ALONE if _holders is None else int(_holders(tensor.untyped_storage()._cdata))  # noqa: SLF001
 
 
 def memory_of(tensors: Iterable[torch.Tensor | None]) -> set[int]:

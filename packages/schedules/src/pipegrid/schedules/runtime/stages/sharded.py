@@ -9,7 +9,7 @@ from attrs import define, field
 
 from pipegrid.autograd.fsdp import is_fsdp, let_plan_decide, outermost, reduce_scatter
 from pipegrid.core.errors import StepArgumentError
-from pipegrid.plans.plan import SHARDING, Action, ActionKind
+from pipegrid.plans.plan import Action, ActionKind
 from pipegrid.schedules.runtime.stages.stage import modules_of
 
 if TYPE_CHECKING:
@@ -95,8 +95,3 @@ def in_evaluation(actions: Sequence[Action]) -> set[int]:
         elif action.kind is ActionKind.RESHARD and action.stage in used:
             kept |= {opened[action.stage], place}
     return kept
-
-
-def stages_sharded(actions: Sequence[Action]) -> set[int]:
-    """The stages that ``actions`` gather."""
-    return {action.stage for action in actions if action.kind in SHARDING}

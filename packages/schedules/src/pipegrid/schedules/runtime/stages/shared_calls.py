@@ -13,8 +13,7 @@ import torch
 from attrs import define, field
 
 from pipegrid.schedules.runtime.stages.edge_queues import RecvQueue, SendQueue
-from pipegrid.schedules.runtime.stages.payloads import map_tensors
-from pipegrid.schedules.runtime.stages.unread import tensors_in_order
+from pipegrid.schedules.runtime.stages.payloads import flatten, map_tensors
 
 if TYPE_CHECKING:
     from pipegrid.core.edge import Edge
@@ -53,8 +52,8 @@ class LentQueue:
     def __attrs_post_init__(self) -> None:
         self.edge, self.local = self.queue.edge, self.queue.local
 
-    def begin(self) -> None:
-        """Drop the state of an earlier step."""
+    def drop(self) -> None:
+        """Drop what a step that failed has left."""
         self._held.clear()
         self._taken.clear()
 
@@ -69,18 +68,16 @@ class LentQueue:
         call = self.calls.call_of[piece]
         if call not in self._held:
             payload = self.queue.take(call)
-            # A stage on the same position may write its output again before the last piece has it; what has no graph is
-            # a copy already where that is so (`Unread.take`).
+            # A stage on the same position may write its output again before the last piece has it.
             several = self.local and len(self.calls.pieces[call]) > 1
             self._held[call] = map_tensors(payload, _copied) if several else payload
         payload = map_tensors(self._held[call], _lent)
-        if self._is_last(call, self._taken):
+        taken = self._taken.pop(call, 0) + 1
+        if taken == len(self.calls.pieces[call]):
             del self._held[call]
+        else:
+            self._taken[call] = taken
         return payload
-
-    def _is_last(self, call: int, counts: dict[int, int]) -> bool:
-        counts[call] = counts.get(call, 0) + 1
-        return counts[call] == len(self.calls.pieces[call])
 
 
 @define(eq=False)
@@ -97,8 +94,8 @@ class SummedQueue:
     def __attrs_post_init__(self) -> None:
         self.edge = self.queue.edge
 
-    def begin(self) -> None:
-        """Drop the state of an earlier step."""
+    def drop(self) -> None:
+        """Drop what a step that failed has left."""
         self._sums.clear()
         self._early.clear()
         self._next.clear()
@@ -114,9 +111,12 @@ class SummedQueue:
             if not done:
                 self._sums[call] = part
                 continue
-            for total, more in zip(tensors_in_order(self._sums[call]), tensors_in_order(part), strict=True):
-                total.add_(more)
+            for total, more in zip(flatten(self._sums[call]), flatten(part), strict=True):
+                if total is not None:
+                    assert more is not None  # all are gradients of one payload
+                    total.add_(more)
         if done == len(pieces):
+            del self._next[call]
             self.queue.put(call, self._sums.pop(call))
 
 
@@ -125,4 +125,4 @@ def _lent(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().clone().requires_grad_() if tensor.requires_grad else tensor
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)

@@ -37,7 +37,6 @@ from pipegrid.schedules.runtime.stages.stage import (
     modules_of,
     payloads_of,
 )
-from pipegrid.schedules.runtime.stages.unread import Unread, without_graph
 
 if TYPE_CHECKING:
     from pipegrid.core.edge import Edge
@@ -53,8 +52,6 @@ class StageRunner:
         arriving: the activations of each incoming edge; ``leaving``: of each outgoing one.
         gradients_in: gradients of outgoing edges that carry one back, in the order of ``leaving``; ``gradients_out``:
             of incoming ones, in the order of ``arriving``.
-        unread: what the stages of this position have returned and is not read yet: they may share memory, so it is
-            settled before each compute, which may write it.
         trains: whether the stage runs a backward.
         reduced_by_plan: whether the plan reduces the gradients of a sharded stage (``REDUCE_GRAD``).
         declared: edges whose payloads are declared; ``skipped``: outgoing edges of the stage that these pieces skip.
@@ -71,7 +68,6 @@ class StageRunner:
     leaving: Sequence[SendQueue]
     gradients_in: Sequence[RecvQueue]
     gradients_out: Sequence[SendQueue | SummedQueue]
-    unread: Sequence[Unread]
     trains: bool
     loss_scale: Callable[[torch.Tensor], torch.Tensor] | None
     deallocation: Deallocation | None = None
@@ -92,11 +88,13 @@ class StageRunner:
     _came: dict[int, list[torch.Tensor]] = field(factory=dict, init=False)  # by piece, gradients in such memory
     _resume: Callable[[Slice], None] | None = field(init=False)
     _answers: tuple[int, ...] = field(init=False)  # of the outgoing edges those by which gradients come
-    _answered: tuple[Unread, ...] = field(init=False)
+    _answered: tuple[SendQueue, ...] = field(init=False)
+    _away: tuple[bool, ...] = field(init=False)  # whether each output leaves by message
 
     def __attrs_post_init__(self) -> None:
         self._num_slices = self.flight.num_slices
         self._outgoing = tuple(queue.edge for queue in self.leaving)
+        self._away = tuple(queue.local is None for queue in self.leaving)
         differentiated = {queue.edge for queue in self.gradients_out}
         self.incoming = tuple((queue.edge, queue.take, queue.edge in differentiated) for queue in self.arriving)
         # Where FSDP2 reduces in each backward, at the gradients of a module's inputs, all of it runs at I.
@@ -105,7 +103,7 @@ class StageRunner:
         self._resume = getattr(self.stage, "resume", None)
         answering = {queue.edge for queue in self.gradients_in}
         self._answers = tuple(index for index, edge in enumerate(self._outgoing) if edge in answering)
-        self._answered = tuple(self.leaving[index].unread for index in self._answers)
+        self._answered = tuple(self.leaving[index] for index in self._answers)
 
     @property
     def gathers_by_itself(self) -> bool:
@@ -123,9 +121,6 @@ class StageRunner:
 
     def forward(self, piece: int) -> None:
         """``F``."""
-        for unread in self.unread:
-            if unread.fresh:
-                unread.settle()
         inputs: dict[Edge, Payload] = {}
         kept: list[Payload] = []
         for edge, take, differentiated in self.incoming:
@@ -168,28 +163,21 @@ class StageRunner:
         if self.training:
             self.flight.keep(piece, kept, payloads, produced.loss, part, self._answers)
             if self.deallocation is not None and not (part is not None and part.keeps):  # may share its storage
-                pending = self.deallocation.pending(self.leaving, payloads, produced.loss)
+                pending = self.deallocation.pending(self._away, payloads, produced.loss)
         elif part is not None and part.is_last:
             del self.flight.kept[piece // self._num_slices]
-        if len(payloads) == 1:
-            self.leaving[0].put(piece, payloads[0], pending)
-        elif payloads:
-            aliased = {id(payload): without_graph(payload) for payload in payloads}
-            for sends, payload in zip(self.leaving, payloads, strict=True):
-                sends.put(piece, payload, pending, aliased[id(payload)])
+        for sends, payload in zip(self.leaving, payloads, strict=True):
+            sends.put(piece, payload, pending)
 
     def _take(self, piece: int) -> InFlight:
         """The state of a piece whose backward begins, once what it has saved is back."""
         live = self.flight.take(piece) if self.flight.offloads else self.flight.live.pop(piece)
-        for unread in self.unread:
-            if unread.fresh:
-                unread.settle()
         if self.reuses:  # a send that is not seen to have ended holds its payload, which may be in received memory
-            for index in self._answers:
-                self.leaving[index].complete(piece)
-        for unread in self._answered:
-            if piece in unread.left:
-                unread.end(piece)
+            for queue in self._answered:
+                queue.complete(piece)
+        for queue in self._answered:
+            if piece in queue.pending:
+                queue.end(piece)
         return live
 
     def backward(self, piece: int) -> None:
@@ -215,7 +203,7 @@ class StageRunner:
         inputs = differentiable(live.inputs)
         read = [] if live.part is None else live.part.leaves()
         try:
-            found, self.flight.halves[piece] = backward_inputs(
+            found, half = backward_inputs(
                 roots,
                 gradients,
                 [*inputs, *read] if read else inputs,
@@ -230,6 +218,7 @@ class StageRunner:
                 f"stage {self.number} checkpoints activations that read keys and values, and its backward of slice "
                 f"{self.flight.name(piece)} in halves would recompute them twice; seq1f1b has whole backwards"
             ) from error
+        self.flight.halves[piece] = half
         for leaf, gradient in zip(read, found[len(inputs) :], strict=True):
             if gradient is not None:
                 leaf.grad = gradient if leaf.grad is None else leaf.grad + gradient
@@ -240,27 +229,28 @@ class StageRunner:
             # As in a whole backward: an unused input has a gradient of zeros, and a gradient that an operator returns
             # as a view (of a transpose, a sum) is made contiguous, as accumulation into `grad` would make it.
             by_input[id(tensor)] = torch.zeros_like(tensor) if gradient is None else gradient.contiguous()
-        own = self._apart(live, piece) if self.reuses else None
+        # What W begins with it may give to a parameter, whose next gradient is added in place.
+        own = self._apart(live, piece, [gradient for call in half.calls for gradient in call.gradients])
         for queue, payload in zip(self.gradients_out, live.inputs, strict=True):
             is_one = isinstance(payload, torch.Tensor)
             gradient = by_input.get(id(payload)) if is_one else map_tensors(payload, lambda one: by_input.get(id(one)))
-            queue.put(piece, gradient if own is None else map_tensors(gradient, own))
+            queue.put(piece, map_tensors(gradient, own))
 
     def _note_compiled(self) -> None:
         self.compiled = True
 
     def backward_weights(self, piece: int) -> None:
         """``W``."""
-        for unread in self.unread:
-            if unread.fresh:
-                unread.settle()
         backward_weights(self.flight.halves.pop(piece))
         if self.reuses:
             self._let_go(piece)
 
-    def _apart(self, live: InFlight, piece: int) -> Callable[[torch.Tensor], torch.Tensor]:
-        """The function that copies a gradient which is in memory that messages come to."""
-        return partial(copied_from, memory_of([*flatten(list(live.inputs)), *self._came.get(piece, ())]))
+    def _apart(
+        self, live: InFlight, piece: int, later: Sequence[torch.Tensor] = ()
+    ) -> Callable[[torch.Tensor], torch.Tensor]:
+        """The function that copies a gradient which is in memory of ``later``, or that messages come to."""
+        came = [*flatten(list(live.inputs)), *self._came.get(piece, ())] if self.reuses else ()
+        return partial(copied_from, memory_of([*came, *later]))
 
     def _let_go(self, piece: int) -> None:
         """After the last backward of a piece: parameters whose gradients are in received memory get their own."""

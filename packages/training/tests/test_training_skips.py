@@ -17,10 +17,12 @@ from stages_kit.gradients import named_in, require_gradients
 from stages_kit.skipping_models import (
     BLOCKS,
     EXPERTS,
+    HYPER,
     SEVERAL,
     UNET,
     BlockResiduals,
     Experts,
+    HyperConnections,
     SeveralTokens,
     UNet,
 )
@@ -123,6 +125,30 @@ def test_a_value_comes_to_each_host_once_and_is_forwarded_there(ranks, job, sche
                 piece = {name: value.chunk(4)[part] for name, value in batch.items()}
                 (whole(**piece).square().mean() / 4).backward()
         require_gradients(grads, whole)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize(
+    ("schedule", "layout"),
+    [("1f1b", "Ett|tt|tt|ttL"), ("interleaved_1f1b", "Et|t|t|t|t|t|t|tL"), ("dualpipe_v", "Et|t|t|t|t|t|t|tL")],
+)
+def test_hyper_connections_are_one_hop_of_several_tensors(ranks, schedule, layout):
+    batch = {"ids": torch.arange(40).reshape(8, 5) % 20}
+    with Pipeline(
+        lambda: make_whole(HyperConnections),
+        layout,
+        HyperCommGrid([4], ["pp"]),
+        schedule=schedule,
+        names=HYPER,
+        config=PipelineConfig(variable_seq_lengths=True, check=False),
+        loss=lambda output, _: output.square().mean(),
+        num_microbatches=8,
+    ) as pipeline:
+        pipeline.step(batch)
+        assert not pipeline.communicator.job.graph.skips
+        whole = make_whole(HyperConnections)
+        whole(**batch).square().mean().backward()
+        require_gradients(named_in(pipeline.stages["model"]), whole)
 
 
 def make_whole(make):

@@ -151,7 +151,7 @@ class Model(nn.Module):
     def forward(self, ids, labels, weights, classes, planes=None, scale=1.0, names=(), nothing=None):
         """The loss of each label, shape [rows, labels], before weights."""
         assert nothing is None
-        hidden = self.embed(ids)
+        embedded = hidden = self.embed(ids)
         if planes is not None:
             numbers = torch.arange(1, len(planes) + 1, dtype=hidden.dtype).view(-1, 1, 1)
             hidden = hidden + (planes.double() * numbers).sum(0).sin()[..., None]
@@ -164,7 +164,7 @@ class Model(nn.Module):
             hidden = layer(hidden if each is None else hidden + each[number])
             outputs.append(hidden)
             if self.hands_on == "embedding":
-                hidden = hidden + first
+                hidden = hidden + embedded
             elif self.hands_on == "outputs":
                 hidden = hidden + torch.stack(outputs).mean(0)
             elif self.hands_on == "table":

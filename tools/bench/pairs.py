@@ -1,12 +1,13 @@
 """Pairs of a forward and a backward: how much of the exchanges of experts the other half hides.
 
-    python tools/bench/pairs.py [--rounds 7] [--layers 2] [--compute 10] [--link 8]
+    python tools/bench/pairs.py [--rounds 7] [--layers 2] [--compute 10] [--link 8] [--picture FILE]
 
 Four ranks over gloo: two pipeline ranks under DualPipe-V, each with two ranks of experts. Layers compute by sleeping,
 ``--compute`` ms before the dispatch and as much before the combine, twice that in a backward. Their tokens go over gloo
 and take ``--link`` ms: an emulated link, so that two cores can play four ranks. One plan runs with its pairs one after
 the other and with `TakeTurns`, step by step. Hidden is the share of the link's time in which nobody waited for it, in
 pairs and in the whole step; the ratio of steps is beside what `simulate` says of pairs that hide all.
+``--picture`` writes a recorded step of each of the two ways as SVG, of a rank of each position.
 Exits with 1 where less than 70% in pairs is hidden, or where a gradient differs.
 """
 
@@ -18,6 +19,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 os.environ |= {"OMP_NUM_THREADS": "1"}
@@ -29,7 +31,18 @@ from torch import Tensor, nn
 
 from pipegrid.core.edge import Edge
 from pipegrid.plans import Action, ActionKind, Plan, dualpipe_v
-from pipegrid.schedules import Costs, Forwarded, PipelineRuntime, TakeTurns, hand_over, lower, simulate
+from pipegrid.schedules import (
+    Costs,
+    Forwarded,
+    PipelineRuntime,
+    Recorder,
+    Recording,
+    TakeTurns,
+    hand_over,
+    lower,
+    simulate,
+)
+from pipegrid.timeline import Track, timeline, write_svg
 from pipegrid.topology import HyperCommGrid
 from pipegrid.transport import P2PCommunicator, P2PConfig
 from runtime_parts.processes import on_ranks
@@ -149,7 +162,9 @@ class Runner:
         self.runtime.step()
 
 
-def _runner(way: str, plan: Plan, grid: HyperCommGrid, options: argparse.Namespace) -> tuple[Runner, nn.Module]:
+def _runner(
+    way: str, plan: Plan, grid: HyperCommGrid, options: argparse.Namespace, recorder: Recorder | None = None
+) -> tuple[Runner, nn.Module]:
     here, meter = grid.coords(dist.get_rank()), Meter()
     models = {
         stage: nn.Sequential(
@@ -160,7 +175,8 @@ def _runner(way: str, plan: Plan, grid: HyperCommGrid, options: argparse.Namespa
     parts = {stage: Part(stage, plan.num_stages, model) for stage, model in models.items()}
     placement = [place for (place,) in plan.placement]
     communicator = P2PCommunicator(grid.get_pg("pp"), P2PConfig(deadline=60.0), placement=placement)
-    runtime, turns = PipelineRuntime(plan, parts, communicator), TakeTurns()
+    runtime = PipelineRuntime(plan, parts, communicator, hooks=[] if recorder is None else [recorder])
+    turns = TakeTurns(aside=None if recorder is None else recorder.aside)
 
     def run(pair: Sequence[Action], forward: Callable[[], None], backward: Callable[[], None]) -> None:
         meter.in_pair = True
@@ -186,7 +202,29 @@ def _rank(report: Callable[[Any], None], options: argparse.Namespace) -> None:
         gradients[way] = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
     error = max(float((a - b).abs().max()) for a, b in zip(gradients[APART], gradients[TURNS], strict=True))
     times = by_turns({way: runner for way, (runner, _) in made.items()}, options.rounds)
-    report((times, {way: astuple(runner.meter) for way, (runner, _) in made.items()}, error))
+    tracks = {way: _recorded(way, plan, grid, options) for way in made if options.picture is not None}
+    report((times, {way: astuple(runner.meter) for way, (runner, _) in made.items()}, error, tracks))
+
+
+def _recorded(way: str, plan: Plan, grid: HyperCommGrid, options: argparse.Namespace) -> Track:
+    """One step of this rank, after one that connects."""
+    recorder = Recorder()
+    runner, _ = _runner(way, plan, grid, options, recorder)
+    runner.step()
+    dist.barrier()
+    recorder.start()
+    runner.step()
+    return recorder.track(plan, rank=dist.get_rank(), position=grid.coords(dist.get_rank())["pp"])
+
+
+def draw(path: Path, tracks: Sequence[Mapping[str, Track]]) -> None:
+    """Write the recorded steps of both ways, of the first rank of each position."""
+    plan = lower(dualpipe_v(POSITIONS, MICROBATCHES, overlap=True))
+    drawn = []
+    for way in (APART, TURNS):
+        first = {own[way].position: own[way] for own in reversed(tracks)}
+        drawn.append(timeline(Recording(plan, list(first.values())), title=f"dualpipe_v, recorded, pairs {way}"))
+    write_svg(drawn, path)
 
 
 def predicted(options: argparse.Namespace) -> float:
@@ -206,6 +244,7 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=2, help="of a stage")
     parser.add_argument("--compute", type=float, default=10.0, help="ms before each exchange of a forward")
     parser.add_argument("--link", type=float, default=8.0, help="ms of an exchange")
+    parser.add_argument("--picture", type=Path, help="write a recorded step of each way as SVG")
     options = parser.parse_args()
     with on_ranks(RANKS, _rank, options) as reports:
         found = reports.next()
@@ -219,14 +258,16 @@ def main() -> int:
     hidden: dict[str, float] = {}
     for way in (APART, TURNS):
         steps[way] = [max(column) for column in zip(*(times[way] for times, *_ in found), strict=True)]
-        sums = [sum(part) for part in zip(*(own[way] for _, own, _ in found), strict=True)]
+        sums = [sum(part) for part in zip(*(own[way] for _, own, *_ in found), strict=True)]
         link, waited, in_pairs, waited_in_pairs, _ = sums
         hidden[way] = 1 - waited_in_pairs / in_pairs
         print(f"  {way:<24}{1e3 * statistics.median(steps[way]):>10.1f}{hidden[way]:>18.0%}{1 - waited / link:>9.0%}")
     ratio = statistics.median(b / a for a, b in zip(steps[APART], steps[TURNS], strict=True))
-    worst = max(error for *_, error in found)
+    worst = max(error for _, _, error, _ in found)
     print(f"  a step by turns over one after the other: {ratio:.2f} (simulated, all hidden: {predicted(options):.2f})")
     print(f"  largest difference of a gradient: {worst:.1e}")
+    if options.picture is not None:
+        draw(options.picture, [tracks for *_, tracks in found])
     return 0 if hidden[TURNS] >= BOUND and worst == 0 else 1
 
 

@@ -1,6 +1,10 @@
 """Graphs with edges that skip stages, and the way of a value to the stages that use it."""
 
+import itertools
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from pipegrid.core.edge import Edge
 from pipegrid.core.graph import ModuleGraph, ModuleGraphError, chain
@@ -41,7 +45,33 @@ def test_a_value_comes_to_each_host_once():
     hosts = (0, 0, 1, 1, 0, 1)
     edges = ways_of_value(Uses(0, (1, 2, 3, 4, 5)), range(6), hosts)
     assert sum(hosts[edge.source] != hosts[edge.destination] for edge in edges) == 1
-    assert sorted(edge.destination for edge in edges) == [1, 2, 3, 4, 5]
+    # On the host of the source straight from it; on the other, by the first stage there.
+    assert text(edges) == ["0>1", "0>2", "2>3", "0>4", "2>5"]
+    assert text(ways_of_value(Uses(0, (2, 3), held=(1,)), range(4), (0, 1, 1, 0))) == ["1>2", "0>3"]
+
+
+@given(st.data())
+def test_no_way_of_a_value_crosses_hosts_less_often_or_is_shorter(data):
+    """Against all trees: each stage that uses the value takes it from any one before it that has it."""
+    count = data.draw(st.integers(2, 5))
+    positions = data.draw(st.integers(1, count))
+    placement = [data.draw(st.integers(0, positions - 1)) for _ in range(count)]
+    of_position = [data.draw(st.integers(0, 1)) for _ in range(positions)]
+    hosts = [of_position[place] for place in placement]
+    users = data.draw(st.lists(st.integers(1, count - 1), unique=True, min_size=1))
+    uses = Uses(0, tuple(sorted(users)))
+
+    def cost(edges):  # between hosts, then between positions
+        return tuple(sum(key[one.source] != key[one.destination] for one in edges) for key in (hosts, placement))
+
+    parents = [[0, *(other for other in uses.users if other < user)] for user in uses.users]
+    trees = [list(map(Edge, chosen, uses.users)) for chosen in itertools.product(*parents)]
+    found = ways_of_value(uses, placement, hosts)
+    assert cost(found) == min(map(cost, trees))
+    # Without hosts as few messages, of which none is forwarded.
+    direct = ways_of_value(uses, placement)
+    assert cost(direct)[1] == cost(found)[1]
+    assert all(one.source == 0 for one in direct if placement[one.source] != placement[one.destination])
 
 
 def test_values_share_the_edges_of_their_ways():

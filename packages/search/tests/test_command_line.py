@@ -12,8 +12,9 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
+from pipegrid.core.edge import Edge
 from pipegrid.core.order import ORDER_MODELS
-from pipegrid.plans import lower, one_f_one_b, to_csv, to_torch, v_half
+from pipegrid.plans import lower, offload, one_f_one_b, to_csv, to_torch, v_half, with_skips
 from pipegrid.plans.errors import PlanError
 from pipegrid.plans.generators.registry import SCHEDULES, find_schedule
 from pipegrid.plans.plan import from_csv, from_text
@@ -306,13 +307,22 @@ def test_verify_prints_the_fewest_communicators(tmp_path, capsys):
     assert second == "  0: positions 0, 1, 2: F0>1 B1>0 F1>2 B2>1"
 
 
+def totals(printed):
+    return [line.split() for line in printed.splitlines() if line.startswith("all ")]
+
+
 def test_show_and_verify_print_the_slots_of_messages(tmp_path, capsys):
     assert main(["show", "interleaved_1f1b", "--pp", "4", "--chunks", "4", "--microbatches", "8", "--buffers"]) == 0
-    assert capsys.readouterr().out.splitlines()[-1].split() == ["all", "240", "102", "65"]
+    assert totals(capsys.readouterr().out) == [["all", "240", "102", "65"], ["all", "240", "240", "220", "87"]]
     plan, orders = tmp_path / "plan.txt", tmp_path / "orders.json"
     plan.write_text(str(lower(one_f_one_b(3, 6))))
     assert main(["verify", str(plan), "--buffers"]) == 0
-    assert capsys.readouterr().out.splitlines()[-1].split() == ["all", "24", "5", "5"]
+    assert totals(capsys.readouterr().out) == [["all", "24", "5", "5"], ["all", "24", "24", "15", "13"]]
+    plan.write_text(str(offload(lower(with_skips(one_f_one_b(3, 6), [Edge(0, 2)])), memory_limit=2)))
+    assert main(["verify", str(plan), "--buffers"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.splitlines()[-6].split()[:5] == ["position", "received", "kept", "sent", "offloaded"]
+    assert totals(printed)[1] == ["all", "30", "6", "36", "6", "25", "22", "3"]
     orders.write_text('{"ranks": [["0SEND_F0"], ["1RECV_F0"]], "placement": [0, 1]}')
     assert main(["verify", str(orders), "--buffers"]) == 2
     assert "--buffers is for plans" in capsys.readouterr().err

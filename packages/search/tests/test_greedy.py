@@ -285,3 +285,21 @@ def test_plans_of_stages_that_hand_on_values_keep_their_edges(stages, skips):
     assert len({one.origin for one in found} - {"list"}) > 1
     assert {one.plan.graph.skips for one in found} == {graph.skips}
     assert max(verify(lower(greedy(Costs(), num_positions=4, num_microbatches=4, graph=graph))).peak_kept) > 0
+
+
+def test_a_limit_holds_what_is_kept_of_values_that_skip_stages():
+    graph = chain(8, [Edge(0, 2), Edge(0, 5), Edge(2, 7), Edge(0, 4)])  # the last stays on its position
+    costs = Costs(activation=1.0, input_release=0.25, kept={e: 0.5 * e.destination for e in graph.skips})
+    options = {"num_positions": 4, "num_microbatches": 4, "graph": graph}
+    for limit in (6.5, 8, 10):
+        shapes = problems_of(costs, limit, **options)
+        for one in candidates(shapes):
+            assert one.peak == pytest.approx(simulate(one.plan, costs).peak())
+            assert one.peak <= limit
+            assert one.peak > simulate(one.plan, evolve(costs, kept=0.0)).peak()
+    with pytest.raises(PlanError, match=r"the least that works is 5\.5"):
+        greedy(costs, 5, **options)
+    frozen = chain(4, [Edge(0, 2)])
+    with pytest.raises(CostsError, match="kept is 1 for edge 0>2: stage 0 has no backward"):
+        module = frozen.modules[0][0]
+        greedy(Costs(kept=1.0), num_positions=2, num_microbatches=2, graph=frozen, forward_only=[module])

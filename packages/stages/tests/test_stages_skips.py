@@ -11,12 +11,16 @@ from pipegrid.stages import Names, check_stages, pipeline_stage, prove_cut
 from pipegrid.stages.errors import CutError
 from pipegrid.stages.torch_compat import num_forward_hooks
 from stages_kit.skipping_models import (
+    BESIDE,
     BLOCKS,
     EXPERTS,
+    HYPER,
     SEVERAL,
     UNET,
+    Beside,
     BlockResiduals,
     Experts,
+    HyperConnections,
     SeveralTokens,
     UNet,
     ids,
@@ -252,3 +256,19 @@ def test_torch_keeps_the_forward_hooks_of_a_module_in_one_table():
     assert num_forward_hooks(module) == 2
     hooks[0].remove()
     assert num_forward_hooks(module) == 1
+
+
+def test_hyper_connections_cross_a_boundary_as_several_tensors():
+    found = check_stages(HyperConnections, "Ettt|tttt|tL", ids(), names=HYPER, loss=_mean, dtype=torch.float64)
+    assert max(one.error for one in found.gradients) < 1e-12
+    assert not found.proof.skips
+    assert [len(one.sent) for one in found.proof.boundaries] == [4, 4]
+
+
+@pytest.mark.parametrize("layout", ["Ett|tt|tt|ttL", "Et||ttttt|ttL", "E|tttttttt|L"])
+def test_norms_and_scales_in_lists_beside_the_layers(layout):
+    """They are all on the first stage, which hands them on to those that use them."""
+    found = check_stages(Beside, layout, ids(), names=BESIDE, loss=_mean, dtype=torch.float64)
+    assert max(one.error for one in found.gradients) < 1e-12
+    values = {one.value for one in found.proof.skips}
+    assert {"scales.7", "norms.7.weight", "norms.7.bias"} <= values

@@ -31,6 +31,8 @@ LAYOUTS = {
     2: ("Ett|ttL", "Et|tttL", "Ettt|tL", "Etttt|L", "E|ttttL"),
     4: ("Et|t|t|tL", "E|tt|tt|L", "E|t|tt|tL"),
 }
+HANDED_ON = ("embedding", "outputs", "table", "norms", "scales", "weight", "memory", "sum", "u-net", "each")
+"""What later stages need of earlier ones, besides the hidden states."""
 
 
 @frozen
@@ -57,6 +59,7 @@ class Recipe:
     evaluates: bool
     saves: bool
     attaches: bool
+    hands_on: str
 
     @classmethod
     def of(cls, seed: int, ranks: int) -> Recipe:
@@ -92,6 +95,7 @@ class Recipe:
             evaluates=draw.random() < 0.4,
             saves=draw.random() < 0.3,
             attaches=draw.random() < 0.3,
+            hands_on=draw.choice(["", "", *HANDED_ON]),
         ).known()
 
     def known(self) -> Recipe:
@@ -127,6 +131,17 @@ class Model(nn.Module):
         self.head = nn.Linear(WIDTH, WORDS, bias=False)
         if recipe.tied:
             self.head.weight = self.embed.weight
+        self.hands_on = recipe.hands_on
+        parts = {
+            "table": lambda: nn.Embedding(5, WIDTH).requires_grad_(False),
+            "norms": lambda: nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(LAYERS)),
+            "scales": lambda: nn.ParameterList(torch.rand(WIDTH) + 0.5 for _ in range(LAYERS)),
+            "weight": lambda: nn.Linear(WIDTH, WIDTH, bias=False),
+            "memory": lambda: nn.Linear(WIDTH, WIDTH),
+            "each": lambda: nn.Embedding(WORDS, WIDTH * LAYERS),
+        }
+        if recipe.hands_on in parts:
+            self.part = parts[recipe.hands_on]()
         self.double()
         for number in recipe.frozen:
             self.layers[number].requires_grad_(False).eval()
@@ -136,14 +151,36 @@ class Model(nn.Module):
     def forward(self, ids, labels, weights, classes, planes=None, scale=1.0, names=(), nothing=None):
         """The loss of each label, shape [rows, labels], before weights."""
         assert nothing is None
-        hidden = self.embed(ids)
+        embedded = hidden = self.embed(ids)
         if planes is not None:
             numbers = torch.arange(1, len(planes) + 1, dtype=hidden.dtype).view(-1, 1, 1)
             hidden = hidden + (planes.double() * numbers).sum(0).sin()[..., None]
         factors = torch.tensor([len(name) for name in names], dtype=hidden.dtype)
-        hidden = hidden * factors.view(-1, 1, 1) * scale
-        for layer in self.layers:
-            hidden = layer(hidden)
+        first = hidden = hidden * factors.view(-1, 1, 1) * scale
+        memory = self.part(first).tanh() if self.hands_on == "memory" else None
+        each = self.part(ids).chunk(LAYERS, -1) if self.hands_on == "each" else None
+        outputs = []
+        for number, layer in enumerate(self.layers):
+            hidden = layer(hidden if each is None else hidden + each[number])
+            outputs.append(hidden)
+            if self.hands_on == "embedding":
+                hidden = hidden + embedded
+            elif self.hands_on == "outputs":
+                hidden = hidden + torch.stack(outputs).mean(0)
+            elif self.hands_on == "table":
+                hidden = hidden * self.part(torch.arange(ids.shape[1])).cos()
+            elif self.hands_on == "norms":
+                hidden = self.part[number](hidden)
+            elif self.hands_on == "scales":
+                hidden = hidden * self.part[number]
+            elif self.hands_on == "weight":
+                hidden = hidden + F.linear(hidden, self.part.weight).sin()
+            elif memory is not None:
+                hidden = hidden + (hidden @ memory.transpose(1, 2)).softmax(-1) @ memory
+            elif self.hands_on == "u-net" and number >= LAYERS // 2:
+                hidden = hidden + outputs[LAYERS - 1 - number]
+        if self.hands_on == "sum":
+            hidden = hidden + 0.1 * sum(one.square().mean(-1, keepdim=True) for one in outputs)
         logits = self.head(hidden) * classes
         losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none", ignore_index=-100)
         return losses.view(labels.shape) * as_tensor(weights).view(-1, 1)
@@ -171,6 +208,12 @@ class Layer(nn.Module):
         normed = self.norm(self.linear(hidden).flatten(0, 1)).view_as(hidden)
         made = hidden + self.drop(normed.tanh())
         return self.attach(made, 0.1 * made.square().mean() + 0.1 * self.linear.weight.square().mean())
+
+
+def names_of(recipe: Recipe) -> Names:
+    """What the model's parts are."""
+    parts = ("table", "norms", "scales", "weight", "memory", "each")
+    return Names("layers", embedding=("part",) if recipe.hands_on in parts else ())
 
 
 def as_tensor(weights: Any) -> torch.Tensor:
@@ -248,7 +291,7 @@ def in_one_process(recipe: Recipe) -> tuple[list[float], list[float], dict[str, 
     optimizer = optimizer_of(recipe, [each for _, each in trained] if named is None else named)
     masks = DropoutMasks(seed=recipe.seed)
     if recipe.dropout:
-        masks.apply(model, names=Names("layers"))
+        masks.apply(model, names=names_of(recipe))
     attached: list[torch.Tensor] = []
     for layer in model.layers if recipe.attaches else ():
         layer.attach = lambda output, loss: attached.append(loss) or output
@@ -317,7 +360,7 @@ def require_the_run_of_one_process(recipe: Recipe, folder: Any, **config: Any) -
             grid,
             schedule=recipe.schedule,
             loss=lambda output, batch: loss_of(recipe, output, batch),
-            names=Names("layers"),
+            names=names_of(recipe),
             rows={"planes": 1},
             whole=("classes",),
             **recipe.cut,

@@ -21,6 +21,7 @@ from pipegrid.training import CutError, Names, Pipeline, pipeline_stage
 from stages_kit.chain import gradients, step
 
 from . import host_models
+from .skipping_fuzz import BEHIND_EMBEDDING, random_handing, random_handing_on_two_ranks
 from .training_fuzz import WORDS, random_case, random_streams
 
 SECONDS = float(os.environ.get("PIPEGRID_FUZZ_SECONDS", "1800"))
@@ -36,7 +37,8 @@ def seeded(make, seed):
 
 def names_of(model):
     embedding, head = (
-        [name for name in names if hasattr(model, name)] for names in (("position", "alias"), ("scale",))
+        [name for name in names if hasattr(model, name)]
+        for names in (("position", "alias", *BEHIND_EMBEDDING), ("scale",))
     )
     return Names("blocks", embedding=tuple(embedding), head=tuple(head))
 
@@ -127,8 +129,16 @@ def test_random_models_are_right_or_a_cut_error(first, count, case):
     assert 0.35 * count < right < 0.95 * count  # most are cut, and some cannot be
 
 
+@pytest.mark.parametrize(
+    ("first", "count"), [(0, 8), pytest.param(8, 40, marks=pytest.mark.thorough)], ids=["some", "more"]
+)
+def test_random_models_whose_stages_hand_on_values_are_right(first, count):
+    found = [require_judged(random_handing, seed) for seed in range(first, first + count)]
+    assert sum(each == ["right", "right"] for each in found) >= 0.9 * count, found
+
+
 @pytest.mark.nightly
-@pytest.mark.parametrize("case", [random_case, random_streams])
+@pytest.mark.parametrize("case", [random_case, random_streams, random_handing])
 def test_many_random_models_are_right_or_a_cut_error(case):
     seed = int(os.environ.get("PIPEGRID_FUZZ_SEED", time.time()))
     end = time.monotonic() + SECONDS
@@ -184,10 +194,11 @@ def stream_batches(seed):
 
 
 def judge_host_on_ranks(seed, case=host_models.random_case, batches_of=host_batches):
-    """The same through `Pipeline`, each stage in a process of its own; None of a layout of more than two stages."""
+    """The same through `Pipeline`, two stages or four on two ranks; None of other layouts."""
     make, layout, _ = case(seed)
-    if layout.count("|") != 1:
+    if layout.count("|") not in (1, 3):
         return None
+    several = ("interleaved_1f1b", "zero_bubble_v", "dualpipe_v")[seed % 3]
     seeded_make, batches = (lambda: seeded(make, seed).double()), batches_of(seed)
     random.seed(seed)
     losses, right = one_process_of(seeded_make, copy.deepcopy(batches))
@@ -201,6 +212,8 @@ def judge_host_on_ranks(seed, case=host_models.random_case, batches_of=host_batc
                 seeded_make,
                 layout,
                 HyperCommGrid([2], ["pp"]),
+                schedule="1f1b" if layout.count("|") == 1 else several,
+                num_microbatches=len(batches),
                 config=config,
                 names=names_of(make()),
                 loss=lambda logits, _: (loss_of(logits), 1),
@@ -216,7 +229,10 @@ def judge_host_on_ranks(seed, case=host_models.random_case, batches_of=host_batc
         return "a CutError"
     assert found == pytest.approx(sum(losses) / 3, rel=1e-9)
     for name, one in gradients_here.items():
-        expected = right.get(name, torch.zeros_like(one if one is not None else right[name])) / 3
+        if one is None:
+            assert name not in right, name
+            continue
+        expected = right.get(name, torch.zeros_like(one)) / 3
         torch.testing.assert_close(one, expected, rtol=1e-8, atol=1e-11, msg=name)
     return "right"
 
@@ -226,11 +242,17 @@ def judge_streams_on_ranks(seed):
     return judge_host_on_ranks(seed, random_streams, stream_batches)
 
 
+def judge_handing_on_ranks(seed):
+    """A model whose stages hand on values past others, most of four stages on two ranks."""
+    return judge_host_on_ranks(seed, random_handing_on_two_ranks, stream_batches)
+
+
 def require_host_judged(seed, judge=judge_host):
     try:
         return judge(seed)
     except Exception as error:
-        case = random_streams if judge is judge_streams_on_ranks else host_models.random_case
+        cases = {judge_streams_on_ranks: random_streams, judge_handing_on_ranks: random_handing_on_two_ranks}
+        case = cases.get(judge, host_models.random_case)
         error.add_note(f"seed {seed}: {case(seed)[1:]}")
         raise
 
@@ -253,9 +275,14 @@ def test_models_that_write_in_place_are_right_or_a_cut_error_on_two_ranks(ranks)
     assert {"right", "a CutError"} <= {*found}
 
 
+@pytest.mark.ranks(2)
+def test_models_whose_stages_hand_on_values_are_right_on_two_ranks(ranks):
+    assert {require_host_judged(seed, judge_handing_on_ranks) for seed in range(4)} == {"right"}
+
+
 @pytest.mark.nightly
 @pytest.mark.ranks(2, deadline=SECONDS + 300)
-@pytest.mark.parametrize("judge", [judge_host_on_ranks, judge_streams_on_ranks])
+@pytest.mark.parametrize("judge", [judge_host_on_ranks, judge_streams_on_ranks, judge_handing_on_ranks])
 def test_many_models_that_keep_something_on_the_host_are_right_or_a_cut_error_on_two_ranks(ranks, judge):
     seed = torch.tensor(int(os.environ.get("PIPEGRID_FUZZ_SEED", time.time())))
     dist.broadcast(seed, 0)

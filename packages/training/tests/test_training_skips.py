@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 import transformers
@@ -15,10 +17,12 @@ from stages_kit.gradients import named_in, require_gradients
 from stages_kit.skipping_models import (
     BLOCKS,
     EXPERTS,
+    HYPER,
     SEVERAL,
     UNET,
     BlockResiduals,
     Experts,
+    HyperConnections,
     SeveralTokens,
     UNet,
 )
@@ -78,6 +82,78 @@ def test_the_first_step_finds_them_and_is_that_of_one_process(ranks, job, schedu
         assert pipeline.evaluate(batch).item() < losses[2]
         assert "past others" in pipeline.describe()
         assert pipeline.communicator.job.graph.skips
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize(
+    ("job", "schedule"), [("blocks", "interleaved_1f1b"), ("tied", "1f1b"), ("unet", "dualpipe_v")]
+)
+def test_a_value_comes_to_each_host_once_and_is_forwarded_there(ranks, job, schedule):
+    """Two hosts of two ranks; in 1F1B, two stages each have eight layers between them."""
+    make, layout, names, batch = JOBS[job]
+    layout = "Ett|tt|tt|ttL" if schedule == "1f1b" else layout
+    host = f"host {ranks.rank // 2}"
+    with Pipeline(
+        lambda: torch.manual_seed(0) and make().double(),
+        layout,
+        HyperCommGrid([4], ["pp"]),
+        schedule=schedule,
+        names=names,
+        config=PipelineConfig(variable_seq_lengths=True, check=False),
+        loss=lambda output, _: output.square().mean(),
+        num_microbatches=4,
+        host=host,
+    ) as pipeline:
+        for _ in range(2):
+            pipeline.step(batch)
+        text = pipeline.describe()
+        crossing, straight = re.search(r"\n  (.+) of that between hosts, (.+) if each went straight", text).groups()
+        # The last stage alone takes the table; in a V a U-Net's values stay on their ranks.
+        assert (crossing == straight) == (job != "blocks"), (crossing, straight)
+        found = re.findall(r"of stage (\d+) to stages .*, by ([\d>, ]+)$", text, re.MULTILINE)
+        assert found
+        places = pipeline.stages["model"][0]._carrier.placement
+        for source, ways in found:
+            edges = [tuple(map(int, way.split(">"))) for way in ways.split(", ")]
+            hosts = [places[at] // 2 for at in range(len(places))]
+            crossing = [edge for edge in edges if hosts[edge[0]] != hosts[edge[1]]]
+            assert len(crossing) <= 1, (source, ways)
+        grads = named_in(pipeline.stages["model"])
+        whole = make_whole(make)
+        for _ in range(2):
+            for part in range(4):
+                piece = {name: value.chunk(4)[part] for name, value in batch.items()}
+                (whole(**piece).square().mean() / 4).backward()
+        require_gradients(grads, whole)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize(
+    ("schedule", "layout"),
+    [("1f1b", "Ett|tt|tt|ttL"), ("interleaved_1f1b", "Et|t|t|t|t|t|t|tL"), ("dualpipe_v", "Et|t|t|t|t|t|t|tL")],
+)
+def test_hyper_connections_are_one_hop_of_several_tensors(ranks, schedule, layout):
+    batch = {"ids": torch.arange(40).reshape(8, 5) % 20}
+    with Pipeline(
+        lambda: make_whole(HyperConnections),
+        layout,
+        HyperCommGrid([4], ["pp"]),
+        schedule=schedule,
+        names=HYPER,
+        config=PipelineConfig(variable_seq_lengths=True, check=False),
+        loss=lambda output, _: output.square().mean(),
+        num_microbatches=8,
+    ) as pipeline:
+        pipeline.step(batch)
+        assert not pipeline.communicator.job.graph.skips
+        whole = make_whole(HyperConnections)
+        whole(**batch).square().mean().backward()
+        require_gradients(named_in(pipeline.stages["model"]), whole)
+
+
+def make_whole(make):
+    torch.manual_seed(0)
+    return make().double()
 
 
 @pytest.mark.ranks(4)

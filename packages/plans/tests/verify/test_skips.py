@@ -9,6 +9,7 @@ from pipegrid.core.edge import Edge
 from pipegrid.core.skips import Uses, skips_among, values_by_edge
 from pipegrid.plans import (
     ActionKind,
+    Costs,
     PlanError,
     from_csv,
     from_json,
@@ -79,6 +80,85 @@ def test_peaks_count_what_is_kept():
     assert verify(lower(gpipe(3, 4))).peak_kept == ()
     forwards = lower(evolve(plan, positions=_forwards(plan), forward_only=(0, 1, 2)))
     assert verify(forwards).peak_kept == (0, 0, 2)
+
+
+def _kept_by_brute_force(step, position, kept):
+    """The most memory of ``position`` at any time: of all that is alive, each with its first and last moment."""
+    plan, costs = step.plan, step.costs
+    played = list(zip(step.start[position], step.end[position], plan.actions(position), strict=True))
+    computes = {(a.stage, a.kind, a.microbatch, a.slice or 0): (start, end) for start, end, a in played}
+    parts = costs.per_slice("slice_lengths", plan.num_slices)
+    alive = []
+    for stage in plan.stages_at[position]:
+        for m in range(plan.num_microbatches):
+            for part in range(plan.num_slices):
+                first, done = computes[stage, ActionKind.F, m, part]
+                last = inputs = done
+                if stage not in plan.forward_only:
+                    last = computes[stage, "B" if (stage, "B", m, part) in computes else "W", m, part][1]
+                    inputs = computes[stage, "B" if (stage, "B", m, part) in computes else "I", m, part][1]
+                share, size = step.input_release[stage], step.activation[stage] * parts[part]
+                alive += [(first, last, size * (1 - share)), (first, inputs, size * share)]
+                for edge in plan.graph.skips:
+                    if edge.destination != stage:
+                        continue
+                    if plan.placement[edge.source] != plan.placement[stage]:
+                        wanted = (ActionKind.RECV_F, edge, m, part)
+                        keys = [(a.kind, a.edge, a.microbatch, a.slice or 0) for *_, a in played]
+                        posts = [at for at, key in enumerate(keys) if key == wanted]
+                        before = [end for at in posts for _, end, a in played[:at] if a.kind.is_compute]
+                        begin = max(before, default=0.0) if posts else first
+                    elif edge.source in plan.forward_only:
+                        begin = computes[edge.source, ActionKind.F, m, part][0]
+                    else:
+                        continue
+                    alive.append((begin, inputs, kept[edge] * parts[part]))
+    return max(sum(size for begin, end, size in alive if begin <= at < end) for at, _, _ in alive)
+
+
+@pytest.mark.parametrize(("count", "seed"), [(60, 0), pytest.param(2000, 1, marks=nightly)], ids=["some", "many"])
+def test_peaks_count_what_is_kept_as_brute_force_does(count, seed):
+    rng, kept_anything = random.Random(seed), 0
+    for _ in range(count):
+        plan = GENERATORS[rng.choice(list(GENERATORS))](rng.randint(2, 4), rng.randint(1, 5))
+        plan = with_skips(plan, random_skips(plan, rng.random()))
+        if rng.random() < 0.2 and not any(plan.pairs):
+            plan = evolve(plan, positions=_forwards(plan), forward_only=range(plan.num_stages))
+        if rng.random() < 0.8:
+            plan = lower(plan, receives=rng.choice(["late", "early"]))
+        kept = {edge: rng.choice([0.0, 0.5, 2.0]) for edge in plan.graph.skips}
+        costs = Costs(
+            F=[rng.uniform(0.5, 1.5) for _ in range(plan.num_stages)],
+            activation=[rng.uniform(0.5, 1.5) for _ in range(plan.num_stages)],
+            input_release=rng.choice([0.0, 0.3]),
+            latency=rng.choice([0.0, 0.2]),
+            kept=kept or 1.0,
+        )
+        step = simulate(plan, costs)
+        for position, peak in enumerate(step.peaks()):
+            assert peak == pytest.approx(_kept_by_brute_force(step, position, kept))
+        bare = simulate(plan, evolve(costs, kept=0.0))
+        assert bare.end == step.end
+        kept_anything += bare.peaks() != step.peaks()
+    assert kept_anything > count / 10
+
+
+def test_activations_on_the_host_leave_what_is_kept_on_the_device():
+    plan = lower(with_skips(one_f_one_b(3, 4), [Edge(0, 2)]))
+    assert simulate(plan).peaks() == (3, 2, 1)
+    assert simulate(plan, Costs(kept=3.0)).peaks() == (3, 2, 7)
+    away = offload(lower(with_skips(gpipe(3, 4), [Edge(0, 2)])), memory_limit=1)
+    assert simulate(away).peaks() == (1, 1, 1)
+    assert simulate(away, Costs(kept=3.0)).peaks() == (1, 1, 1 + 4 * 3)
+
+
+def test_a_stage_without_a_backward_leaves_a_copy_to_a_later_one_of_its_position():
+    plan = with_skips(zero_bubble_v(2, 3), [Edge(0, 3)])
+    frozen = lower(evolve(plan, positions=_forwards(plan), forward_only=range(4)))
+    order = [str(action) for action in frozen.actions(0) if action.kind.is_compute]
+    assert order == ["0F0", "0F1", "0F2", "3F0", "3F1", "3F2"]
+    assert verify(frozen).peak_kept == (3, 0)
+    assert simulate(frozen, Costs(kept=2.0)).peaks() == (0.5 + 3 * 2, 0.5)
 
 
 def _forwards(plan):

@@ -7,10 +7,22 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+from attrs import define, field
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from pipegrid.core.skips import Uses, values_by_edge
-from pipegrid.plans import SCHEDULES, interleaved_1f1b, lower, offload, one_f_one_b, verify, zero_bubble_v
+from pipegrid.plans import (
+    SCHEDULES,
+    Costs,
+    interleaved_1f1b,
+    lower,
+    offload,
+    one_f_one_b,
+    simulate,
+    verify,
+    zero_bubble_v,
+)
 from pipegrid.schedules import PipelineConfig
 from pipegrid.schedules.runtime import PipelineRuntime
 from pipegrid.transport import P2PCommunicator
@@ -140,6 +152,78 @@ def test_a_position_has_one_copy_of_a_value(make, network):
         if action.kind == "SEND_B" and action.edge in values and action.edge.source == 0 and action.microbatch == 0
     ]
     assert len(gradients) == plan.num_positions - 1
+
+
+@define
+class Kept:
+    """A hook: the most payloads that have come here past stages, by message, and are in memory after any action.
+
+    A receive's buffer is there from its posting on; what a stage has taken, as long as its storage lives.
+    """
+
+    skips: frozenset
+    posted: set = field(factory=set)
+    taken: list = field(factory=list)
+    most: int = 0
+
+    def watch(self, stage):
+        forward = stage.forward
+
+        def watched(microbatch, inputs):
+            for edge, payload in inputs.items():
+                if (edge, microbatch) in self.posted:
+                    self.posted.remove((edge, microbatch))
+                    self.taken.append([StorageWeakRef(one.untyped_storage()) for one in payload])
+            return forward(microbatch, inputs)
+
+        stage.forward = watched
+
+    def before(self, action):
+        pass
+
+    def after(self, action):
+        if action.kind == "RECV_F" and action.edge in self.skips:
+            self.posted.add((action.edge, action.microbatch))
+        self.taken = [refs for refs in self.taken if not all(ref.expired() for ref in refs)]
+        self.most = max(self.most, len(self.posted) + len(self.taken))
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize(
+    ("name", "chunks"),
+    [("gpipe", None), ("1f1b", None), ("interleaved_1f1b", 2), ("zero_bubble_v", None), ("dualpipe_v", None)],
+)
+def test_the_memory_of_what_is_kept_is_the_plans(ranks, name, chunks):
+    plan = SCHEDULES[name].plan(ranks.world_size, 6, chunks)
+    plan, values = skipping(plan, uses := {0: Uses(0, tuple(range(2, plan.num_stages)))})
+    kept = Kept(frozenset(plan.graph.skips))
+    placement = [place for (place,) in plan.placement]
+    config = PipelineConfig(
+        pipeline_dtype=torch.float64, variable_seq_lengths=True, strict=ranks.strict_sends, receives_ahead=0
+    )
+    communicator = P2PCommunicator(dist.group.WORLD, config, placement=placement, graph=plan.graph)
+    every = skipping_stages(plan, uses, values)
+    stages = {number: every[number] for number in plan.stages_at[ranks.rank]}
+    for stage in stages.values():
+        kept.watch(stage)
+    proof = verify(lower(plan))
+    runtime = PipelineRuntime(proof, stages, communicator, hooks=[kept])
+    runtime.step()
+    kept.most = 0
+    runtime.step()
+    assert kept.most == proof.peak_kept[ranks.rank]
+    step = simulate(proof.plan, Costs(activation=0.0, kept=1.0))
+    assert step.peaks() == proof.peak_kept
+    assert max(proof.peak_kept) > 1
+    assert_gradients(stages.values(), _twice(expected(plan.num_stages, uses, plan.num_microbatches)))
+    communicator.close()
+
+
+def _twice(models):
+    for model in models:
+        for parameter in model.parameters():
+            parameter.grad = None if parameter.grad is None else 2 * parameter.grad
+    return models
 
 
 def _note(stage, addresses):

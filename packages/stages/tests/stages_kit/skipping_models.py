@@ -178,3 +178,65 @@ def ids():
 
 def images():
     return (torch.linspace(-1, 1, 64).reshape(2, 2, 16),)
+
+
+class Beside(nn.Module):
+    """Norms and scales in lists beside the layers, which the model's own code takes from there."""
+
+    def __init__(self, num_layers=8, width=6):
+        super().__init__()
+        self.embed = nn.Embedding(20, width)
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(num_layers))
+        self.scales = nn.ParameterList(torch.linspace(0.5, 1.5, width) + number for number in range(num_layers))
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(num_layers))
+        self.head = nn.Linear(width, 20)
+
+    def forward(self, ids):
+        hidden = self.embed(ids)
+        assert len(self.scales) == len(self.layers)
+        for layer, norm, scale in zip(self.layers, self.norms, self.scales, strict=True):
+            hidden = torch.tanh(norm(layer(hidden)) * scale)
+        return self.head(hidden * self.scales[-1])
+
+
+BESIDE = Names("layers", embedding=("embed", "norms", "scales"))
+
+
+class Connected(nn.Module):
+    """A layer of hyper-connections: it reads a mix of the streams, and adds what it makes to a mix of them."""
+
+    def __init__(self, number, streams, width):
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        self.reads = nn.Parameter(torch.eye(streams)[number % streams] + 0.1)
+        self.mixes = nn.Parameter(torch.eye(streams) + 0.05)
+        self.writes = nn.Parameter(torch.ones(streams))
+
+    def forward(self, streams):
+        read = sum(weight * stream for weight, stream in zip(self.reads, streams, strict=True))
+        made = torch.tanh(self.linear(read))
+        mixed = [sum(weight * one for weight, one in zip(row, streams, strict=True)) for row in self.mixes]
+        return tuple(stream + weight * made for stream, weight in zip(mixed, self.writes, strict=True))
+
+
+class HyperConnections(nn.Module):
+    """Several residual streams between all layers: one hop of several tensors.
+
+    Source: Zhu et al. 2024, "Hyper-Connections", arXiv 2409.19606, section 2.
+    """
+
+    def __init__(self, num_layers=8, streams=4, width=6):
+        super().__init__()
+        self.streams = streams
+        self.embed = nn.Embedding(20, width)
+        self.layers = nn.ModuleList(Connected(number, streams, width) for number in range(num_layers))
+        self.head = nn.Linear(width, 20)
+
+    def forward(self, ids):
+        streams = (self.embed(ids),) * self.streams
+        for layer in self.layers:
+            streams = layer(streams)
+        return self.head(sum(streams))
+
+
+HYPER = Names("layers")

@@ -38,8 +38,10 @@ def ways_of_value(
 ) -> tuple[Edge, ...]:
     """The edges by which a value comes to the stages that use it, ascending.
 
-    One leads to each position that has not got it: from the source itself or, with ``hosts``, from the last stage
-    before it on the same host, so that a value comes to each host once. The others stay on their position.
+    One leads to each position that has not got it. With ``hosts`` it comes from the first stage on the same host that
+    has it: as many bytes travel, and fewest of them between hosts, where links are slower and shared. So a value goes
+    to each host once, and is forwarded there; on the host of its source, and without ``hosts``, it goes directly. The
+    others stay on their position.
 
     Args:
         uses: of the value.
@@ -49,8 +51,8 @@ def ways_of_value(
     Examples:
         >>> [str(edge) for edge in ways_of_value(Uses(0, (2, 3, 4, 5)), placement=(0, 1, 0, 1, 0, 1))]
         ['0>2', '0>3', '2>4', '3>5']
-        >>> [str(edge) for edge in ways_of_value(Uses(0, (2, 3)), range(4), hosts=(0, 0, 1, 1))]
-        ['0>2', '2>3']
+        >>> [str(edge) for edge in ways_of_value(Uses(0, (1, 2, 3)), range(4), hosts=(0, 0, 1, 1))]
+        ['0>1', '0>2', '2>3']
     """
     last: dict[Hashable, int] = {}
     near: dict[Hashable, int] = {}
@@ -61,7 +63,7 @@ def ways_of_value(
             edges.append(Edge(last.get(placement[stage], nearest), stage))
         last[placement[stage]] = stage
         if hosts is not None:
-            near[hosts[stage]] = stage
+            near.setdefault(hosts[stage], stage)
     return tuple(edges)
 
 

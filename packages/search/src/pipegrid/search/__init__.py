@@ -1,9 +1,9 @@
 """Plans for measured costs under a memory cap, steps around dead ranks, and named schedules side by side."""
 
 from pipegrid.search.buffers import (
+    Buffered,
     PlanBuffers,
     PositionBuffers,
-    ReceivedMessage,
     SlotArrival,
     plan_buffers,
     position_buffers,
@@ -35,13 +35,13 @@ from pipegrid.search.slice_lengths import balanced_slices, slice_times
 
 __all__ = [
     "COMPARED",
+    "Buffered",
     "Found",
     "LostRank",
     "Objective",
     "PlanBuffers",
     "PositionBuffers",
     "Progress",
-    "ReceivedMessage",
     "RoutedStep",
     "Row",
     "SlotArrival",

@@ -152,8 +152,14 @@ def show(arguments: argparse.Namespace) -> int:
         write_plan(plan, arguments.plan)
     print(terminal_timeline(drawn), end="")
     if arguments.buffers:
-        print(plan_buffers(plan if plan.has_communication else lower(plan)))
+        print(buffers_text(plan if plan.has_communication else lower(plan)))
     return 0
+
+
+def buffers_text(plan: Plan) -> str:
+    """The slots of what is received, and those of all that has buffers, in one pool per position."""
+    received, every = plan_buffers(plan), plan_buffers(plan, kinds=("receives", "copies", "sends", "offload"))
+    return f"{received}\n\nwith what is sent, kept and offloaded, in one pool per position:\n{every}"
 
 
 def played(plan: Plan, costs: Costs) -> Simulation:
@@ -277,7 +283,7 @@ def verdicts_of(path: Path, arguments: argparse.Namespace) -> Iterator[Verdict]:
     yield "verify", str(proof), True
     lowered = plan if plan.has_communication else lower(plan)
     if arguments.buffers:
-        yield "buffers", str(plan_buffers(lowered)), True
+        yield "buffers", buffers_text(lowered), True
     if arguments.communicators:
         yield "communicators", str(fewest_communicators(lowered, *(arguments.order or ()))), True
     if arguments.order or arguments.svg or arguments.html:
@@ -374,7 +380,11 @@ def parser() -> argparse.ArgumentParser:
     draw = commands.add_parser("show", parents=[plans], help="draw a named schedule, or the plan in a file")
     draw.add_argument("--unit", default="", help="unit of the costs, s for seconds")
     draw.add_argument("--lower", action="store_true", help="add the communication, and draw it")
-    draw.add_argument("--buffers", action="store_true", help="the slots in which messages can arrive, by position")
+    draw.add_argument(
+        "--buffers",
+        action="store_true",
+        help="the slots of messages, kept copies and offloaded activations, by position",
+    )
     draw.add_argument("--svg", type=Path, help="write a picture")
     draw.add_argument("--html", type=Path, help="write a page: zoom, hover, follow a microbatch")
     draw.add_argument("--arrows", action="store_true", help="draw every message in the picture")
@@ -410,7 +420,9 @@ def parser() -> argparse.ArgumentParser:
         action="store_true",
         help="plans: the fewest communicators per rank",
     )
-    prove.add_argument("--buffers", action="store_true", help="plans: the slots in which messages can arrive")
+    prove.add_argument(
+        "--buffers", action="store_true", help="plans: the slots of messages, kept copies and offloaded activations"
+    )
     prove.add_argument("--junit", type=Path, metavar="FILE", help="write the verdicts as JUnit XML, for CI")
     prove.add_argument("--pictures", type=Path, metavar="DIR", help="write a picture of each file that hangs")
     prove.set_defaults(run=verify_files)

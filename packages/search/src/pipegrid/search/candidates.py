@@ -8,6 +8,8 @@ from contextlib import suppress
 from functools import cache
 from typing import Any
 
+from attrs import evolve
+
 from pipegrid.core.fields import Count, checked_arguments
 from pipegrid.core.graph import ModuleGraph
 from pipegrid.plans.errors import PlanError
@@ -23,7 +25,7 @@ from pipegrid.plans.generators import (
 from pipegrid.plans.network.problem import Entries, Problem
 from pipegrid.plans.passes.skipping import with_skips
 from pipegrid.plans.plan import Action, ActionKind, Plan, as_placement, chain, compute_plan, require_graph
-from pipegrid.plans.simulate import GivenCosts, activation_sizes
+from pipegrid.plans.simulate import Costs, CostsError, GivenCosts, activation_sizes
 from pipegrid.plans.verify import as_limit
 from pipegrid.search.calls import RoutedProblem
 from pipegrid.search.found import Found, candidate
@@ -81,8 +83,11 @@ def problems(
     for places in placements:
         rows = [()] * (1 + max((position for own in places for position in own), default=0))
         options: dict[str, Any] = {"graph": graph, "placement": places, "forward_only": without}
-        sizes = activation_sizes(compute_plan(rows, num_microbatches=num_microbatches, **options), costs)
-        shapes.append(Problem(graph, places, num_microbatches, costs, sizes, limit, without, ahead))
+        empty = compute_plan(rows, num_microbatches=num_microbatches, **options)
+        own = with_kept(empty, costs)
+        shapes.append(
+            Problem(graph, places, num_microbatches, own, activation_sizes(empty, own), limit, without, ahead)
+        )
     for shape in shapes:
         if shape.num_positions != num_positions:
             raise PlanError(
@@ -95,6 +100,33 @@ def problems(
             f"memory_limit {memory_limit} does not hold one microbatch at a time; the least that works is {min(least)}"
         )
     return fitting
+
+
+def with_kept(plan: Plan, costs: Costs) -> Costs:
+    """``costs`` in whose activations are the payloads that the positions of ``plan`` keep of edges past stages.
+
+    In a plan of computes alone one is kept from the ``F`` of the stage that it comes to, until its ``I``.
+
+    Raises:
+        CostsError: a payload that stays on its position is a copy there, which has another lifetime: its source has no
+            backward.
+    """
+    kept = costs.per_edge("kept", plan.graph.skips)
+    if not any(kept.values()):
+        return costs
+    sizes = list(activation_sizes(plan, costs))
+    released = [size * share for size, share in zip(sizes, costs.per_stage("input_release", len(sizes)), strict=True)]
+    for edge, size in kept.items():
+        if plan.placement[edge.source] != plan.placement[edge.destination]:
+            sizes[edge.destination] += size
+            released[edge.destination] += size
+        elif size and edge.source in plan.forward_only:
+            raise CostsError(
+                f"kept is {size:g} for edge {edge}: stage {edge.source} has no backward and its position keeps a copy, "
+                "which searches do not count; place the two stages apart, or give kept=0 for it"
+            )
+    shares = [min(1.0, part / size) if size else 0.0 for part, size in zip(released, sizes, strict=True)]
+    return evolve(costs, activation=sizes, input_release=shares, kept=0.0)
 
 
 def _placements(num_positions: int, num_stages: int) -> list[tuple[tuple[int, ...], ...]]:

@@ -307,6 +307,26 @@ class PartPlaceholder(Placeholder):
         return tree_map_only(Tensor, self.run.stand_in, made)
 
 
+class ParametersPlaceholder(PartPlaceholder):
+    """A list or dict of parameters on another stage, of which the model's own code takes entries."""
+
+    def __getitem__(self, key: Any) -> Any:
+        """As of the part."""
+        return self.__dict__["ghost"][key]
+
+    def __len__(self) -> int:
+        """As of the part."""
+        return len(self.__dict__["ghost"])
+
+    def __iter__(self) -> Iterator[Any]:
+        """As of the part."""
+        return iter(self.__dict__["ghost"])
+
+    def __contains__(self, key: object) -> bool:
+        """As of the part."""
+        return key in self.__dict__["ghost"]
+
+
 def skeleton_of(model: nn.Module, assignment: Assignment, stage: int, run: StageRun) -> nn.Module:
     """The model with the parts of ``stage``; own parts are shared with ``model``, which is not changed."""
     aliases = model.named_modules(remove_duplicate=False)
@@ -338,7 +358,8 @@ def _part(
             return part  # without parameters (rotary tables, dropout), or all on this stage
         if stage not in owners and not is_container(part):
             earlier = max(owners) < stage
-            return PartPlaceholder(path, part, run, earlier=earlier, own=part if not earlier and part in own else None)
+            kind = ParametersPlaceholder if isinstance(part, nn.ParameterList | nn.ParameterDict) else PartPlaceholder
+            return kind(path, part, run, earlier=earlier, own=part if not earlier and part in own else None)
     made = copied(part)
     for key, child in children_of(part):
         made.add_module(key, _part(child, joined(path, key), assignment, stage, run, own))

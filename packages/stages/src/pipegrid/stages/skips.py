@@ -7,7 +7,7 @@ the part. Another stage has a stand-in for the part, and where it uses the value
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -74,6 +74,7 @@ class SkipCarrier:
         whole: the stage's modules.
         stage: its number.
         placement: the position of each stage.
+        hosts: of each stage, what its position shares with those near it; None: values go straight to each position.
         skips: of the running call.
         arrived: by edge, the values received for this forward; None in a step without such edges.
         values: of this stage, in the running forward.
@@ -87,6 +88,7 @@ class SkipCarrier:
     placement: Sequence[int]
     skips: Skips | None = None
     arrived: Mapping[Edge, Sequence[Tensor | None]] | None = None
+    hosts: Sequence[Hashable] | None = None
     values: dict[Value, Tensor] = field(factory=dict, init=False)
     copies: bool = False
     real: set[str] = field(factory=set)
@@ -136,7 +138,7 @@ class SkipCarrier:
     def prepare(self, skips: Skips) -> None:
         """Before forwards of a call with other values: hooks on the parts that return them."""
         self.skips = skips
-        self._edges = values_by_edge(skips.uses, self.placement)
+        self._edges = values_by_edge(skips.uses, self.placement, self.hosts)
         self._wanted = {}
         self.real.clear()
         self.given.clear()
@@ -258,6 +260,8 @@ class SkipCarrier:
             table[key] = before
 
 
-def edges_of(skips: Iterable[Skips], placement: Sequence[int]) -> tuple[Edge, ...]:
+def edges_of(
+    skips: Iterable[Skips], placement: Sequence[int], hosts: Sequence[Hashable] | None = None
+) -> tuple[Edge, ...]:
     """The edges that carry values, of some calls, ascending."""
-    return tuple(sorted({edge for one in skips for edge in values_by_edge(one.uses, placement)}))
+    return tuple(sorted({edge for one in skips for edge in values_by_edge(one.uses, placement, hosts)}))

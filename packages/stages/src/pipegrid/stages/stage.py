@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -13,7 +13,7 @@ from pipegrid.autograd import compile_split
 from pipegrid.core.edge import Edge
 from pipegrid.core.fields import checked
 from pipegrid.core.graph import ModuleGraph, chain
-from pipegrid.core.skips import skips_among
+from pipegrid.core.skips import skips_among, ways_of_value
 from pipegrid.stages.assignment import Assignment, Tie
 from pipegrid.stages.calls import by_name
 from pipegrid.stages.errors import CutError
@@ -123,12 +123,16 @@ class Stage(nn.Module):
     @property
     def skips(self) -> tuple[Edge, ...]:
         """The edges past stages by which they hand on values, of the calls that are proved by now."""
-        return () if self.proofs is None else skips_among(edges_of(self.proofs.skips, self._carrier.placement))
+        return skips_among(self._edges())
 
     @property
     def hands_on(self) -> bool:
         """Whether stages hand on values, past others or to the next alone, in a call that is proved by now."""
-        return self.proofs is not None and bool(edges_of(self.proofs.skips, self._carrier.placement))
+        return bool(self._edges())
+
+    def _edges(self) -> tuple[Edge, ...]:
+        carrier = self._carrier
+        return () if self.proofs is None else edges_of(self.proofs.skips, carrier.placement, carrier.hosts)
 
     @property
     def graph(self) -> ModuleGraph:
@@ -172,12 +176,28 @@ class Stage(nn.Module):
                 f"{self.assignment.num_stages} stages hand on {values} past others: {sent} of a microbatch go forward "
                 f"between positions, {passed_on} if each stage passed them on to the next"
             )
-            lines += [f"  {skip}" for skip in proof.skips]
+            hosts, placement = self._carrier.hosts, self._carrier.placement
+            if hosts is None:
+                lines += [f"  {skip}" for skip in proof.skips]
+                continue
+            crossing, straight = map(size, proof.between_hosts(placement, hosts))
+            lines.append(f"  {crossing} of that between hosts, {straight} if each went straight from its source")
+            for skip in proof.skips:
+                ways = ways_of_value(skip.uses, placement, hosts)
+                lines.append(f"  {skip}, by {', '.join(map(str, ways)) or 'hidden states'}")
         return "\n".join(lines)
 
-    def place(self, placement: Sequence[int]) -> None:
-        """Hand on values between stages on these positions, all of which know it; by default each has its own."""
+    def place(self, placement: Sequence[int], hosts: Sequence[Hashable] | None = None) -> None:
+        """Hand on values between stages on these positions, all of which know it; by default each has its own.
+
+        Args:
+            placement: the position of each stage.
+            hosts: of each stage, the host of its position, or what else those near it share: values go to each host
+                once, and are forwarded there. None, or all alike: straight to each position.
+        """
         self._carrier.placement = tuple(placement)
+        self._carrier.hosts = None if hosts is None or len(set(hosts)) == 1 else tuple(hosts)
+        self._carrier.skips = None  # with edges anew
 
     def look(self, call: Callable[[], Any]) -> None:
         """Prove the call of this stage that ``call`` makes, which ends there; no forward runs."""

@@ -109,7 +109,7 @@ PER_STAGE = (
 )
 PER_EDGE = ("latency", "bandwidth", "message")
 StageCost: TypeAlias = Annotated[str, _one_of(PER_STAGE)]
-EdgeCost: TypeAlias = Annotated[str, _one_of(PER_EDGE)]
+EdgeCost: TypeAlias = Annotated[str, _one_of((*PER_EDGE, "kept"))]
 _SHARES = ("F", "I", "W", "B", "activation", "UNSHARD", "REDUCE_GRAD", "parameters", "hidden")
 """Costs of which a stage has its share of the model."""
 
@@ -135,6 +135,7 @@ class Costs:
         activation: memory of one microbatch of a stage from its forward on; by default 1/n of a microbatch, where its
             position has n stages.
         input_release: the share of it, from 0 to 1, that ``I`` releases; ``W`` releases the rest.
+        kept: memory of a payload that skips stages, beside activations, while a position keeps it (`Simulation.live`).
         UNSHARD: gathering the parameters of a stage, beside computes.
         REDUCE_GRAD: reduce-scattering its gradients, beside computes.
         parameters: memory of the gathered parameters (in bytes, say), and of their gradients until they are reduced.
@@ -168,6 +169,7 @@ class Costs:
     overhead: Amount = 0.0
     activation: PerStage | None = None
     input_release: Annotated[float | Sequence[float], _per_stage(_SHARE)] = 0.0
+    kept: PerEdge = 0.0
     UNSHARD: PerStage = 0.0
     REDUCE_GRAD: PerStage = 0.0
     parameters: PerStage = 0.0
@@ -201,7 +203,7 @@ class Costs:
 
     @checked_arguments(CostsError)
     def per_edge(self, name: EdgeCost, edges: Iterable[Edge]) -> dict[Edge, float]:
-        """The cost ``name`` (``"latency"``, ``"bandwidth"`` or ``"message"``) of each of ``edges``."""
+        """The cost ``name`` (``"latency"``, ``"bandwidth"``, ``"message"`` or ``"kept"``) of each of ``edges``."""
         edges = tuple(edges)
         value = getattr(self, name)
         if not isinstance(value, tuple):
@@ -248,10 +250,10 @@ class Costs:
             CostsError: a number that is not an integer of at least 1.
         """
         wanted = {Edge(stage, stage + 1) for stage in range(num_stages - 1)} if edges is None else set(edges)
-        for name in PER_EDGE:
+        for name in (*PER_EDGE, "kept"):
             value = getattr(self, name)
             given = {edge for edge, _ in value} if isinstance(value, tuple) else wanted
-            if given != wanted:
+            if given != wanted and (name != "kept" or given - wanted):
                 raise OtherCutError(
                     f"{name} is given per edge; a model cut anew has other edges ({_listed(wanted)}) than those given "
                     f"({_listed(given)}): give one number, or one for each of them"

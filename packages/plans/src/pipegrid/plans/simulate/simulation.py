@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, repeat
 from typing import Literal
 
 from attrs import field, frozen
@@ -24,6 +24,7 @@ from pipegrid.plans.errors import PlanError
 from pipegrid.plans.plan import COMPUTES, OFFLOADING, SHARDING, Action, ActionKind, Plan, require_plan, require_position
 from pipegrid.plans.simulate.costs import Costs, CostsError, GivenCosts, activation_sizes
 from pipegrid.plans.simulate.engine import Times, play
+from pipegrid.plans.verify.memory import kept_by_action
 
 _F, _B, _I = ActionKind.F, ActionKind.B, ActionKind.I
 
@@ -119,22 +120,35 @@ class Simulation:
         A stage's microbatch is live from the start of its ``F`` until the end of its ``W`` (or ``B``), less what
         the costs say that its ``I`` releases; with ``until="I"``, until the end of its ``I`` (or ``B``). A
         forward-only stage holds it during ``F``. A slice holds its share of that, by its length. What is offloaded
-        is not live from the end of its ``RELEASE`` to its ``RELOAD``.
+        is not live from the end of its ``RELEASE`` to its ``RELOAD``. A payload of an edge that skips stages counts
+        ``costs.kept`` while the position keeps it: from the posting of its receive to the end of the ``B`` or ``I`` of
+        the stage that it came to.
         """
         checked(until, Literal["W", "I"], "until", PlanError)
         require_position(position, self.plan)
         points: list[tuple[float, float]] = []
         lengths = self.costs.per_slice("slice_lengths", self.plan.num_slices)
         held = now = 0.0
-        played = zip(self.start[position], self.end[position], self.plan.actions(position), strict=True)
-        for start, end, action in played:
+        kept = self.costs.per_edge("kept", self.plan.graph.skips)
+        played = zip(
+            self.start[position],
+            self.end[position],
+            self.plan.actions(position),
+            kept_by_action(self.plan, position) if any(kept.values()) else repeat(((), ())),
+            strict=False,
+        )
+        for start, end, action, (came, gone) in played:
             kind = action.kind
+            part, left = lengths[action.slice or 0], sum(kept[edge] for edge in gone)
+            if came:
+                held += sum(kept[edge] for edge in came) * part
+                points.append((now if kind is ActionKind.RECV_F else start, held))
             if kind is ActionKind.RELOAD:  # its memory is taken before the copy starts
                 start = now  # noqa: PLW2901
             elif kind not in COMPUTES and kind is not ActionKind.RELEASE:
                 continue
             now = max(now, end if kind is not ActionKind.RELOAD else now)
-            size = self.activation[action.stage] * lengths[action.slice or 0]
+            size = self.activation[action.stage] * part
             if kind in OFFLOADING:
                 held += size if kind is ActionKind.RELOAD else -size
                 points.append((now, held))
@@ -143,13 +157,13 @@ class Simulation:
                 held += size
                 points.append((start, held))
                 if action.stage in self.plan.forward_only:
-                    held -= size
+                    held -= size + left * part
                     points.append((end, held))
                 continue
             share = 1.0 if until == "I" else self.input_release[action.stage]
             released = 1.0 if action.kind is _B else share if action.kind is _I else 1.0 - share
-            if released:
-                held -= size * released
+            if released or left:
+                held -= size * released + left * part
                 points.append((end, held))
         return tuple((time, round(value, 9)) for time, value in points)
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import NamedTuple
 
-from pipegrid.core.edge import Edge
+from pipegrid.core.edge import Direction, Edge
 from pipegrid.plans.plan import Action, ActionKind, Plan
+from pipegrid.plans.plan.dataflow import dataflow_of
 
 F, B, I, W = ActionKind.F, ActionKind.B, ActionKind.I, ActionKind.W
 _LOADS = (F, ActionKind.RELOAD)
@@ -54,22 +56,45 @@ def peaks_of(plan: Plan, position: int) -> Peaks:
     return Peaks(most / unit, most_inputs / unit)
 
 
-def peak_kept(plan: Plan, position: int) -> float:
-    """The most payloads that have come to ``position`` by edges that skip stages, and are kept, at any time.
+def kept_by_action(plan: Plan, position: int) -> Iterator[tuple[list[Edge], list[Edge]]]:
+    """Per action of ``position``, the edges past stages whose payloads it keeps from then on, and up to then.
 
-    One is kept from its receive until the ``B`` or ``I`` of the stage that it came to, behind which its gradient leaves
-    (of a stage without a backward, its ``F``). Other stages of the position take it from that one, and add no copy. A
-    slice counts as its part of a microbatch.
+    One that comes by message is kept from its receive (without one, the ``F`` of the stage that it comes to) until the
+    ``B`` or ``I`` of that stage, behind which its gradient leaves (of a stage without a backward, its ``F``). Other
+    stages of the position take it from that one, and add no copy, unless that has no backward: then the stage behind
+    keeps its own copy from that ``F`` on. What a trained stage made here is part of its activations.
     """
-    skips, kept, most = set(plan.graph.skips), set[tuple[Edge, int]](), 0
-    into: dict[int, list[Edge]] = {}
-    for edge in skips:
-        into.setdefault(edge.destination, []).append(edge)
+    into, copied = dict[tuple[int, int], list[Edge]](), dict[tuple[int, int], list[Edge]]()
+    skips, frozen = set(plan.graph.skips), plan.forward_only
+    for flow in dataflow_of(plan).flows if skips else ():
+        if flow.edge not in skips or flow.direction is Direction.BACKWARD or position not in flow.destinations:
+            continue
+        is_local = flow.group is None and flow.origins(position) == (position,)
+        for piece in flow.pieces if not is_local or flow.producer in frozen else ():
+            into.setdefault((flow.consumer, piece), []).append(flow.edge)
+            if is_local:
+                copied.setdefault((flow.producer, piece), []).append(flow.edge)
+    there: set[tuple[Edge, int]] = set()
     for action in plan.actions(position):
-        piece = plan.piece_of(action)
-        if action.kind is ActionKind.RECV_F and action.edge is not None and action.edge in skips:
-            kept.add((action.edge, piece))
-            most = max(most, len(kept))
-        elif action.kind in ((F,) if action.stage in plan.forward_only else (B, I)):
-            kept.difference_update([(edge, piece) for edge in into.get(action.stage, ())])
+        piece, came, gone = plan.piece_of(action), list[Edge](), list[Edge]()
+        if action.kind is ActionKind.RECV_F and action.edge in skips:
+            came = [action.edge] if action.edge is not None else []
+        elif action.kind is F:
+            came = into.get((action.stage, piece), []) + copied.get((action.stage, piece), [])
+        if action.kind in (B, I) or (action.kind is F and action.stage in frozen):
+            gone = into.get((action.stage, piece), [])
+        yield [edge for edge in came if (edge, piece) not in there], gone
+        there.update((edge, piece) for edge in came)
+
+
+def peak_kept(plan: Plan, position: int) -> float:
+    """The most payloads of edges that skip stages which ``position`` keeps at any time (`kept_by_action`).
+
+    A slice counts as its part of a microbatch.
+    """
+    kept = most = 0
+    for came, gone in kept_by_action(plan, position):
+        kept += len(came)
+        most = max(most, kept)
+        kept -= len(gone)
     return most / plan.num_slices

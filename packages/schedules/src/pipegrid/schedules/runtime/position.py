@@ -26,7 +26,7 @@ from pipegrid.transport.messages.slot import Slot
 
 if TYPE_CHECKING:
     from pipegrid.plans.plan import Plan
-    from pipegrid.search.buffers import PositionBuffers, ReceivedMessage
+    from pipegrid.search.buffers import Buffered, PositionBuffers
     from pipegrid.transport.base import Communicator
 
 
@@ -270,7 +270,7 @@ class BoundPosition:
         """What gives back received memory, by the step after which nothing reads it."""
         found: dict[int, list[Callable[[], None]]] = {}
         for message, life in lifetimes(self.plan, self._flows.flows, self.number).items():
-            queue, piece = self._queue_of(message), self.plan.piece_of(message.receive)
+            queue, piece = self._queue_of(message), self.plan.piece_of(message.action)
             if life.last is not None and piece not in queue.lends:
                 queue.lends.add(piece)
                 found.setdefault(life.last, []).append(partial(RecvQueue.give_back, queue, piece))
@@ -280,16 +280,16 @@ class BoundPosition:
         """What gives back the memory that is read in ``step`` for the last time."""
         return self._ends.get(step, ())
 
-    def _queue_of(self, message: ReceivedMessage) -> RecvQueue:
-        replica = self._flows.replica_of(message.sender)
-        queues = self.receives_of(message.receive)
+    def _queue_of(self, message: Buffered) -> RecvQueue:
+        replica = self._flows.replica_of(message.peer)
+        queues = self.receives_of(message.action)
         return next(queue for queue in queues if queue.replica == replica)
 
     @cached_property
     def buffers(self) -> PositionBuffers:
         """The slots of the messages that come here, where the communicator's ports take them."""
 
-        def lane_of(message: ReceivedMessage) -> tuple[object, int] | None:
+        def lane_of(message: Buffered) -> tuple[object, int] | None:
             queue = self._queue_of(message)
             ahead = queue.ahead or self._bind(queue)
             return (ahead, ahead.most) if ahead.takes_slots else None
@@ -317,7 +317,7 @@ class BoundPosition:
             return
         self._slots = {number: Slot() for number in sorted(self.buffers.sizes)}
         for message, slot in self.buffers.slot_of.items():
-            self._queue_of(message).slots[self.plan.piece_of(message.receive)] = self._slots[slot]
+            self._queue_of(message).slots[self.plan.piece_of(message.action)] = self._slots[slot]
         for action in self.actions:
             if action.kind in (ActionKind.RECV_F, ActionKind.RECV_B):
                 for queue in self.receives_of(action):

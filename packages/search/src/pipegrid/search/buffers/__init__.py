@@ -1,7 +1,15 @@
-"""The memory in which a step's messages arrive: the fewest slots, proved: none is written while it is read."""
+"""The memory of messages, kept copies and offloaded activations: fewest slots, none written while it is read."""
 
 from pipegrid.search.buffers.buffers import PlanBuffers, PositionBuffers
 from pipegrid.search.buffers.coloring import plan_buffers, position_buffers
-from pipegrid.search.buffers.messages import SlotArrival, ReceivedMessage
+from pipegrid.search.buffers.messages import Buffered, BufferKind, SlotArrival
 
-__all__ = ["PlanBuffers", "PositionBuffers", "ReceivedMessage", "SlotArrival", "plan_buffers", "position_buffers"]
+__all__ = [
+    "BufferKind",
+    "Buffered",
+    "PlanBuffers",
+    "PositionBuffers",
+    "SlotArrival",
+    "plan_buffers",
+    "position_buffers",
+]

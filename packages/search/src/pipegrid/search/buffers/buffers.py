@@ -3,33 +3,34 @@
 from __future__ import annotations
 
 from functools import cached_property
+from typing import Literal
 
 from attrs import field, frozen
 
 from pipegrid.core.tables import text_table
 from pipegrid.plans.errors import PlanError
-from pipegrid.plans.plan import Plan
+from pipegrid.plans.plan import ActionKind, Plan
 from pipegrid.search.buffers.check import faults_of
-from pipegrid.search.buffers.messages import ReceivedMessage, SlotArrival
+from pipegrid.search.buffers.messages import Buffered, SlotArrival
 
 
 @frozen(slots=False)
 class PositionBuffers:
-    """The slots in which the messages of one position arrive. Proved: none is written while it is read.
+    """The slots of one position: of messages that arrive, and of what else it has. None is written while it is read.
 
     Attributes:
         plan: whose messages they are.
         position: of the plan; with routes, the actor.
-        arrivals: in the order of the plan. What has none gets memory of its own.
+        arrivals: each kind in the order of the plan. What has none gets memory of its own.
 
     Raises:
-        PlanError: a message is posted to a slot that is read later (``overwritten``), or has two slots
-            (``duplicate``), or one of another size (``size``); is no message of the position (``unknown-message``), or
-            is posted after its receive (``late-post``).
+        PlanError: a message comes to a slot that is read later (``overwritten``), has two slots (``duplicate``), one of
+            another size (``size``) or in other memory, of the host or the device (``memory``); is no message of the
+            position (``unknown-message``), or comes to its slot after its receive or send (``late-post``).
 
     Examples:
         >>> from pipegrid.plans import Action, ActionKind, Edge, lower, one_f_one_b
-        >>> message = ReceivedMessage(Action(ActionKind.RECV_F, 1, 0, Edge(0, 1)), sender=0)
+        >>> message = Buffered(Action(ActionKind.RECV_F, 1, 0, Edge(0, 1)), peer=0)
         >>> PositionBuffers(lower(one_f_one_b(2, 1)), 1, [SlotArrival(message, 0, 0, nbytes=8)]).nbytes
         8
     """
@@ -45,7 +46,7 @@ class PositionBuffers:
             raise PlanError(f"the buffers have {count}:", faults=faults)
 
     @cached_property
-    def slot_of(self) -> dict[ReceivedMessage, int]:
+    def slot_of(self) -> dict[Buffered, int]:
         """The slot of each message that has one."""
         return {arrival.message: arrival.slot for arrival in self.arrivals}
 
@@ -54,15 +55,37 @@ class PositionBuffers:
         """Bytes of each slot."""
         return {arrival.slot: arrival.nbytes for arrival in self.arrivals}
 
+    @cached_property
+    def host_slots(self) -> frozenset[int]:
+        """The slots in the memory of the host, for activations that are offloaded."""
+        return frozenset(arrival.slot for arrival in self.arrivals if arrival.message.on_host)
+
     @property
     def num_slots(self) -> int:
-        """Slots: the memory of all messages, in messages where all are alike."""
-        return len(self.sizes)
+        """Slots on the device: the memory of all messages, in messages where all are alike."""
+        return len(self.sizes) - len(self.host_slots)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all slots."""
-        return sum(self.sizes.values())
+        """Bytes of all slots on the device."""
+        return sum(size for slot, size in self.sizes.items() if slot not in self.host_slots)
+
+    @property
+    def host_nbytes(self) -> int:
+        """Bytes of all slots on the host."""
+        return sum(self.sizes[slot] for slot in self.host_slots)
+
+    def count(self, what: Literal["received", "kept", "sent", "offloaded"]) -> int:
+        """How many have slots: messages received, kept copies of values that skip stages or stay here, and so on."""
+        return sum(_what(self, arrival.message) == what for arrival in self.arrivals)
+
+
+def _what(buffers: PositionBuffers, message: Buffered) -> str:
+    kind = message.action.kind
+    if kind.is_send or message.on_host:
+        return "sent" if kind.is_send else "offloaded"
+    is_skip = kind is ActionKind.RECV_F and message.action.edge in buffers.plan.graph.skips
+    return "kept" if is_skip or message.peer == buffers.position else "received"
 
 
 @frozen(slots=False)
@@ -71,14 +94,14 @@ class PlanBuffers:
 
     Attributes:
         positions: those of each position; with routes, of each actor.
-        by_edge: per position, the slots that a pool for each edge and direction would need.
+        by_edge: per position, the slots on the device that a pool for each edge and direction would need.
 
     Examples:
         >>> from pipegrid.plans import interleaved_1f1b, lower
         >>> buffers = plan_buffers(lower(interleaved_1f1b(4, 8, num_chunks=4)))
         >>> buffers.num_slots, sum(buffers.by_edge)
         (65, 102)
-        >>> [(str(one.message.receive), one.slot) for one in buffers.positions[0].arrivals[:2]]
+        >>> [(str(one.message.action), one.slot) for one in buffers.positions[0].arrivals[:2]]
         [('4RECV_F0<3', 0), ('4RECV_F1<3', 1)]
     """
 
@@ -96,15 +119,20 @@ class PlanBuffers:
         return sum(one.nbytes for one in self.positions)
 
     def __str__(self) -> str:
-        columns = [
-            [one.position for one in self.positions],
-            [len(one.arrivals) for one in self.positions],
-            [*self.by_edge],
-            [one.num_slots for one in self.positions],
-            [one.nbytes for one in self.positions],
-        ]
-        shown = 5 if self.nbytes else 4
-        header = ("position", "messages", "a pool per edge", "slots", "bytes")[:shown]
-        rows = [[f"{one:,}" for one in row] for row in zip(*columns[:shown], strict=True)]
-        total = ["all", *(f"{sum(column):,}" for column in columns[1:shown])]
-        return text_table(header, [*rows, total], right=range(1, shown))
+        columns: dict[str, list[int]] = {
+            name: [one.count(name) for one in self.positions] for name in ("received", "kept", "sent", "offloaded")
+        }
+        columns |= {
+            "a pool per edge": [*self.by_edge],
+            "slots": [one.num_slots for one in self.positions],
+            "bytes": [one.nbytes for one in self.positions],
+            "host slots": [len(one.host_slots) for one in self.positions],
+            "host bytes": [one.host_nbytes for one in self.positions],
+        }
+        always = ("received", "a pool per edge", "slots")
+        columns = {name: counts for name, counts in columns.items() if any(counts) or name in always}
+        rows = [[f"{one.position:,}"] for one in self.positions]
+        for row, counts in zip(rows, zip(*columns.values(), strict=True), strict=True):
+            row += [f"{one:,}" for one in counts]
+        total = ["all", *(f"{sum(counts):,}" for counts in columns.values())]
+        return text_table(("position", *columns), [*rows, total], right=range(1, len(columns) + 1))

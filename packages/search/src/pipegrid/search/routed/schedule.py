@@ -14,6 +14,7 @@ from pipegrid.plans.plan import Action, Actor, Plan, Routes, check_routes, compu
 from pipegrid.plans.simulate import Costs, activation_sizes, unit_costs
 from pipegrid.plans.verify import as_limit
 from pipegrid.search.calls import RoutedProblem
+from pipegrid.search.candidates import with_kept
 from pipegrid.search.list_scheduler import First, Listed, Policy, list_schedule
 from pipegrid.search.routed.bound import routed_bound
 from pipegrid.search.routed.reroute import as_speeds
@@ -122,7 +123,7 @@ def routed_problem(
     shared = [stage for stage, places in enumerate(plan.placement) if len(places) > 1]
     if shared:
         raise PlanError(f"stage {shared[0]} lies on positions {plan.placement[shared[0]]}; give each stage one")
-    costs = costs or unit_costs(plan)
+    costs = with_kept(plan, costs or unit_costs(plan))
     given = [memory_limit] * plan.num_positions if not isinstance(memory_limit, Iterable) else list(memory_limit)
     if len(given) != plan.num_positions:
         raise PlanError(f"memory_limit has {len(given)} numbers; the plan has {plan.num_positions} positions")

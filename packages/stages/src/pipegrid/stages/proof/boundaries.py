@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 from attrs import frozen
 
@@ -85,6 +85,11 @@ class Skip:
     users: tuple[int, ...]
     held: tuple[int, ...] = ()
 
+    @property
+    def uses(self) -> Uses:
+        """Where it is made and used, for `ways_of_value`."""
+        return Uses(self.source, self.users, self.held)
+
     def __str__(self) -> str:
         """One line."""
         to = named(list(map(str, sorted({*self.users, *self.held}))))
@@ -138,11 +143,21 @@ class CutProof:
         hidden = sum(one.nbytes for one in self.boundaries if one.stage in between)
         sent, passed_on = hidden, hidden
         for skip in self.skips:
-            ways = ways_of_value(Uses(skip.source, skip.users, skip.held), placement)
+            ways = ways_of_value(skip.uses, placement)
             sent += skip.nbytes * sum(placement[edge.source] != placement[edge.destination] for edge in ways)
             last = max(skip.users, default=skip.source)
             passed_on += skip.nbytes * sum(skip.source < at <= last and at not in skip.held for at in between)
         return sent, passed_on
+
+    def between_hosts(self, placement: Sequence[int], hosts: Sequence[Hashable]) -> tuple[int, int]:
+        """Bytes of values of a microbatch forward between hosts: as they go, and straight from where they are made."""
+        found = [0, 0]
+        for skip in self.skips:
+            for number, ways in enumerate(
+                (ways_of_value(skip.uses, placement, hosts), ways_of_value(skip.uses, placement))
+            ):
+                found[number] += skip.nbytes * sum(hosts[edge.source] != hosts[edge.destination] for edge in ways)
+        return found[0], found[1]
 
     def require(self) -> None:
         """Raise where the stages compute something else than the whole model.

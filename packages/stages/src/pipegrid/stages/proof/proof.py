@@ -160,7 +160,7 @@ def _proof_of(outline: Outline, call: ModelCall, host: HostState, dropped: Seque
         _longer(forward, kwargs.get("input_ids")),
         skips,
         full,
-        frozenset(use.part for uses in _elsewhere(forward, assignment).values() for use, _ in uses),
+        _beside(forward, assignment),
     )
     if skips is not None:
         host.restore()
@@ -334,6 +334,14 @@ def _elsewhere(forward: Trace, assignment: Assignment) -> dict[str, list[tuple[O
             if id(use) in forward.live and not any(first <= one <= last for one in _holders(name, assignment)):
                 found.setdefault(name, []).append((use, first))
     return found
+
+
+def _beside(forward: Trace, assignment: Assignment) -> frozenset[str]:
+    """The parts that run between layers, such as norms in a list, or after them on a stage that does not hold them."""
+    behind = {
+        use.part for uses in forward.parameters.values() for use in uses if 0 < use.passed <= len(assignment.layers)
+    }
+    return frozenset(behind | {use.part for uses in _elsewhere(forward, assignment).values() for use, _ in uses})
 
 
 def _holders(name: str, assignment: Assignment) -> set[int]:

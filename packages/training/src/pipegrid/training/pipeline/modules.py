@@ -103,6 +103,20 @@ class PipelineModule:
         return [stage.requires_grad_(False) for stage in made] if self.frozen else made
 
 
+def hosts_of(grid: HyperCommGrid, places: Sequence[int], hosts: Mapping[int, str]) -> list[tuple[str, ...]]:
+    """Per stage the hosts of all ranks of its position: two are alike where no replica has them on several hosts.
+
+    Args:
+        grid: of the module.
+        places: the pp rank of each stage.
+        hosts: of each rank of the world.
+    """
+    found: dict[int, list[str]] = {}
+    for rank in sorted(grid.ranks):
+        found.setdefault(grid.coords(rank).get("pp", 0), []).append(hosts[rank])
+    return [tuple(found[place]) for place in places]
+
+
 def modules_of(
     model: Any,
     layout: str | PipelineParallelLayerLayout | None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -19,6 +20,7 @@ from pipegrid.checkpoint import Checkpoints, LoadedCheckpoint, TrainingState
 from pipegrid.checkpoint.state.names import bare_name
 from pipegrid.core.edge import Edge
 from pipegrid.core.errors import StepArgumentError
+from pipegrid.core.fields import checked
 from pipegrid.layout import PipelineParallelLayerLayout
 from pipegrid.monitor import DisagreementError
 from pipegrid.schedules import Monitor, PipelineConfig, Plan, Routes, clip_grad_norm_
@@ -105,6 +107,8 @@ class Pipeline:
         spare: the ranks of the world without a module. They take part in nothing: there a pipeline has no stages and no
             parameters, a batch is not read, a loss or a norm is NaN, and `close` waits until all
             others have closed, for the deadline of ``config`` from the first one on.
+        host: the name of what this rank shares with those that are near it, such as a node or an NVLink domain: a value
+            that skips stages goes to each once, and is forwarded there. None: the machine's name.
 
     Raises:
         StepArgumentError: ranks without a grid, a layout that does not divide over the pp ranks, or arguments that
@@ -133,6 +137,7 @@ class Pipeline:
         device: torch.device | str | None = None,
         monitor: Monitor | bool | None = None,
         spare: Iterable[int] = (),
+        host: str | None = None,
     ) -> None:
         described = modules_of(model, layout, grid, names, forward)
         if microbatch_size is not None and num_microbatches is not None:
@@ -231,6 +236,8 @@ class Pipeline:
         )
         if any(module.num_stages > 1 for module in described.values()):
             self._steps.connect = partial(_reconnected, connect, weakref.ref(self))
+            self._steps.places = places
+            self._steps.host = checked(host, str | None, "host", StepArgumentError) or socket.gethostname()
 
     def step(self, batch: Batch, *, routes: Routes | None = None) -> Tensor:
         """Forwards and backwards of a batch: gradients are added, averaged over the tokens of all replicas.

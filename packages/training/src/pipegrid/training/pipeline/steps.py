@@ -46,7 +46,7 @@ from pipegrid.training.pipeline.first_step import FirstStep
 from pipegrid.training.pipeline.first_update import FirstUpdate
 from pipegrid.training.pipeline.losses import MicrobatchLoss, Weighed, are_apart, require_mean
 from pipegrid.training.pipeline.microbatches import Microbatch, Share, forms_of, shared_microbatches, signature
-from pipegrid.training.pipeline.modules import PipelineModule
+from pipegrid.training.pipeline.modules import PipelineModule, hosts_of
 from pipegrid.training.pipeline.rows import Rows
 from pipegrid.transport.base import Communicator
 from pipegrid.transport.collectives.waiting import host_collectives
@@ -76,6 +76,7 @@ class Steps:
         named: the parameters to train by the names that the script has for them.
         first: what compares the first step that trains with one process; None afterwards.
         connect: makes the communicator anew, with edges past stages by module; None behind the first call.
+        places: by module, the pp rank of each stage; ``host``: what this rank shares with those near it.
     """
 
     modules: Mapping[str, PipelineModule]
@@ -94,6 +95,8 @@ class Steps:
     named: Callable[[], Iterable[tuple[str, nn.Parameter]]]
     first: FirstStep | None = None
     connect: Callable[[Mapping[str, Sequence[Edge]]], Communicator] | None = None
+    places: Mapping[str, Sequence[int]] = field(factory=dict)
+    host: str = ""
     _comparing: FirstStep | None = field(default=None, init=False)
     _update: FirstUpdate | None = field(default=None, init=False)
     _unchecked: list[tuple[Tensor, StepCounts, CallMeeting]] = field(factory=list, init=False)
@@ -171,7 +174,7 @@ class Steps:
             ready = bool(skips) or (update is not None and update.is_there)
             meeting.start(own if self._is_counted else (), ready=ready)
             if self.connect is not None:
-                self._connect(skips, meeting, given)
+                self._connect(meeting, given)
         if update is not None and meeting.ready:
             self._update = None
             update.compare()
@@ -217,14 +220,22 @@ class Steps:
                     found[name] = [(edge.source, edge.destination) for edge in stage.skips]
         return found
 
-    def _connect(self, skips: Mapping[str, Any], meeting: CallMeeting, given: dict[str, Any]) -> None:
+    def _connect(self, meeting: CallMeeting, given: dict[str, Any]) -> None:
         """In the first call of a job: make the communicator anew where stages of any rank hand on values."""
         connect, self.connect = self.connect, None
+        skips: dict[str, list[tuple[int, int]]] = {}
         if connect is None or not meeting.ready:
             return
         everyone: Any = self.config.job_group or dist.group.WORLD
+        hosts = dict(gather_plain([dist.get_rank(), self.host], everyone, self.device))
+        for name, stages in self.stages.items():
+            near = hosts_of(self.modules[name].grid, self.places[name], hosts)
+            for stage in stages:
+                if isinstance(stage, Stage):
+                    stage.place(self.places[name], near)
+                    skips.setdefault(name, []).extend((edge.source, edge.destination) for edge in stage.skips)
         edges: dict[str, set[Edge]] = {}
-        for told in gather_plain(dict(skips), everyone, self.device):
+        for told in gather_plain(skips, everyone, self.device):
             for name, own in told.items():
                 edges.setdefault(name, set()).update(Edge(*ends) for ends in own)
         self.communicator = given["p2p_communicator"] = connect({name: sorted(own) for name, own in edges.items()})

@@ -330,7 +330,8 @@ class Pipeline:
         marks = torch.tensor(numbers, dtype=torch.float64, device=self.device)
         lanes = self.communicator.lanes
         neighbours = lanes.neighbours(lane.peer for lane in lanes.values())
-        neighbours.begin("clip()")  # a neighbour that steps waits for messages, and comes to no all-reduce
+        for one in neighbours:  # one that steps waits for messages, and comes to no all-reduce
+            one.say("clip()")
         norm = clip_grad_norm_(
             self.stages,
             self.groups,
@@ -343,9 +344,11 @@ class Pipeline:
         )
         if not has_streams(self.device):  # where there are, the host does not wait
             require_one_call("clip", marks.tolist())
-        if others := neighbours.hear(self.config.deadline or self.communicator.deadline):
+        seconds = self.config.deadline or self.communicator.deadline
+        if others := {one.peer: what for one in neighbours if (what := one.hear(seconds)) is not None}:
             raise DisagreementError(f"this rank is in clip(), and {'; '.join(by_text(others))}")
-        neighbours.end()
+        for one in neighbours:
+            one.end()
         return norm
 
     def state(self, optimizer: Any = (), data: Any = None) -> TrainingState:

@@ -31,13 +31,14 @@ def num_holders(tensor: torch.Tensor) -> int:
 
 def memory_of(tensors: Iterable[torch.Tensor | None]) -> set[int]:
     """The addresses of the storages of some tensors."""
-    return {_storage(tensor) for tensor in tensors if tensor is not None and tensor.numel()}
+    own = [_own(tensor) for tensor in tensors if tensor is not None]
+    return {_storage(tensor) for tensor in own if _has_memory(tensor) and tensor.numel()}
 
 
 def copied_from(memory: set[int], tensor: torch.Tensor) -> torch.Tensor:
     """``tensor``, or a copy of it where it is in ``memory``, or where that cannot be known."""
-    own = getattr(tensor, "_local_tensor", tensor)  # a DTensor's
-    if type(own) in _PLAIN and own.layout is torch.strided and (not own.numel() or _storage(own) not in memory):
+    own = _own(tensor)
+    if _has_memory(own) and (not own.numel() or _storage(own) not in memory):
         return tensor
     return tensor.clone()
 
@@ -59,3 +60,14 @@ def keep_own_gradients(modules: Iterable[tuple[str, torch.nn.Module]], came: Seq
 
 def _storage(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
+
+
+def _own(tensor: torch.Tensor) -> torch.Tensor:
+    """The part of a DTensor on this rank; any other tensor itself."""
+    own: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    return own
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    """Whether it is a tensor of torch's own over one storage."""
+    return type(tensor) in _PLAIN and tensor.layout is torch.strided

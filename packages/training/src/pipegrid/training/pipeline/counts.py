@@ -20,7 +20,7 @@ ROWS, LABELS, FOLLOWING, ELEMENTS, FOLLOWING_ELEMENTS, MICROBATCHES = range(6)
 NAMES = ("rows", "labels", "following labels", "labels with padding", "following labels with padding", "microbatches")
 """What a loss may be a mean over: the numbers of `Microbatch.counts`."""
 CALLS = ("step", "evaluate", "clip")
-"""Methods of a `Pipeline`. Each begins with an all-reduce over the job of one layout, in which it has a mark."""
+"""Methods of a `Pipeline`. Each has an all-reduce over the job, of one layout, in which it has a mark."""
 
 _LOOK_SECONDS = 0.2
 

@@ -32,7 +32,14 @@ def require_run(ranks, seed):
 
 @pytest.mark.few(1)
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("seed", [*range(4), pytest.param(1795966543, id="means that are close")])
+@pytest.mark.parametrize(
+    "seed",
+    [
+        *range(4),
+        pytest.param(1795966543, id="means that are close"),
+        pytest.param(50222, id="a table that is handed on"),
+    ],
+)
 def test_three_updates_of_a_recipe_are_those_of_one_process(ranks, seed):
     require_run(ranks, seed)
 

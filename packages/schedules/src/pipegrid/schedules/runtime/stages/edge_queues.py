@@ -290,7 +290,8 @@ class SendQueue:
             own = tensor.detach() if tensor.requires_grad else tensor
             version = None if tensor.is_inference() else tensor._version  # noqa: SLF001 (the documented way to ask)
             base = tensor if tensor._base is None else tensor._base  # noqa: SLF001 (likewise)
-            if not base.requires_grad or base.grad_fn is not None:  # else of a parameter, or of an input passed on
+            is_leaf = base.requires_grad and base.grad_fn is None  # a parameter, or an input passed on
+            if not is_leaf and not isinstance(base, torch.nn.Parameter):  # a frozen one
                 address = tensor.data_ptr()
         if own is not tensor and (samples := getattr(tensor, SPLIT_SIZES, None)) is not None:
             setattr(own, SPLIT_SIZES, samples)  # by which Megatron's models tell a bridge the rows of samples

@@ -246,8 +246,6 @@ class SkipCarrier:
         if value not in self.values:
             raise CutError(f"{value.part} has not returned {value} on stage {self.stage}, which later stages use")
         tensor = self.values[value]
-        if not tensor.requires_grad and _memory(tensor) in map(_memory, self.whole.buffers()):
-            return tensor.clone()  # of a table, which each microbatch hands on: a pending message has its own memory
         return tensor if tensor.is_contiguous() else tensor.contiguous()
 
     def end(self) -> None:
@@ -260,11 +258,6 @@ class SkipCarrier:
         while self._tables:
             table, key, before = self._tables.pop()
             table[key] = before
-
-
-def _memory(tensor: Tensor) -> int:
-    """The address of a plain tensor's memory; of others, which may have none, what equals no other."""
-    return tensor.untyped_storage().data_ptr() if type(tensor) in (Tensor, nn.Parameter) else id(tensor)
 
 
 def edges_of(

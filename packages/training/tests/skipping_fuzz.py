@@ -132,16 +132,21 @@ class Handing(nn.Module):
 
 
 def random_handing(seed, stages=None):
-    """A function that makes a model, its layout (of ``stages``, or 2 to 5), and what was chosen."""
+    """A function that makes a model, its layout (of ``stages`` with layers, or 2 to 5), and what was chosen."""
     with torch.random.fork_rng():
         model = Handing(seed)
     choose, count = random.Random(-seed), len(model.blocks)
-    stages = stages or choose.randint(2, min(5, count + 1))
-    bounds = [0, *sorted(choose.choices(range(count + 1), k=stages - 1)), count]
+    if stages is None:
+        ends = choose.choices(range(count + 1), k=choose.randint(1, min(4, count)))
+    else:  # each with a layer
+        ends = choose.sample(range(1, count), stages - 1)
+    bounds = [0, *sorted(ends), count]
     layout = "E" + "|".join("t" * (after - before) for before, after in pairwise(bounds)) + "L"
     return lambda: Handing(seed), layout, (model.kinds, model.again, model.writes)
 
 
 def random_handing_on_two_ranks(seed):
     """The same of two or four stages."""
-    return random_handing(seed, 2 if seed % 3 == 0 else 4)
+    with torch.random.fork_rng():
+        count = len(Handing(seed).blocks)
+    return random_handing(seed, 2 if seed % 4 == 0 or count < 4 else 4)

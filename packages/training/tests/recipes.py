@@ -174,7 +174,7 @@ class Model(nn.Module):
             elif self.hands_on == "scales":
                 hidden = hidden * self.part[number]
             elif self.hands_on == "weight":
-                hidden = hidden + F.linear(hidden, self.part.weight).sin()
+                hidden = hidden + F.linear(hidden, self.part.weight).tanh()
             elif memory is not None:
                 hidden = hidden + (hidden @ memory.transpose(1, 2)).softmax(-1) @ memory
             elif self.hands_on == "u-net" and number >= LAYERS // 2:

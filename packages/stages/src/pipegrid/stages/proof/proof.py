@@ -27,7 +27,7 @@ from pipegrid.stages.proof.outline import Outline
 from pipegrid.stages.proof.segments import ModelCall, difference
 from pipegrid.stages.proof.skipping import Crossings, crossings_of, is_there, running
 from pipegrid.stages.proof.trace import Trace, trace
-from pipegrid.stages.proof.traced import Operation, Traced
+from pipegrid.stages.proof.traced import Operation, Traced, ended_traces
 from pipegrid.stages.skeleton import Needs
 from pipegrid.stages.skips import Skips
 from pipegrid.stages.torch_compat import mapped_by_place, meta_copy, named_leaves, tree_leaves
@@ -95,7 +95,8 @@ def proof_of(
     kwargs = without_cache(accepted_by(outline.model), kwargs)
     call, host = ModelCall(args, kwargs, hidden, loss), HostState(outline.model)
     try:
-        return _proof_of(outline, call, host, dropped)
+        with ended_traces():
+            return _proof_of(outline, call, host, dropped)
     finally:
         host.restore()  # no trace of the runs is left
 

@@ -8,7 +8,10 @@ overwrite, read values of the host, or index by masks are treated apart.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -77,6 +80,23 @@ class Cell:
     storages: list[Any] = field(factory=list)
 
 
+_made: ContextVar[list[weakref.ref[Traced]] | None] = ContextVar("_made", default=None)
+
+
+@contextmanager
+def ended_traces() -> Iterator[None]:
+    """Traced tensors that are made inside know nothing behind it: some hold their trace in a way that gc cannot see."""
+    made: list[weakref.ref[Traced]] = []
+    token = _made.set(made)
+    try:
+        yield
+    finally:
+        _made.reset(token)
+        for each in made:
+            if (one := each()) is not None:
+                vars(one).clear()
+
+
 class Traced(Tensor):
     """A tensor of a traced forward.
 
@@ -120,6 +140,8 @@ class Traced(Tensor):
         )
         self.owner, self.behind, self.cell, self.origin = owner, behind, cell, origin
         self.placed, self.uses, self.parameter, self.nth, self.arrived = placed, [], parameter, 0, None
+        if (made := _made.get()) is not None:
+            made.append(weakref.ref(self))
         return self
 
     @property

@@ -342,7 +342,7 @@ class Pipeline:
             monitor=self.config.monitor,
             beside=marks,
         )
-        if not has_streams(self.device):  # where there are, the host does not wait
+        if not has_streams(self.device):  # where there are, the host waits for its neighbours alone
             require_one_call("clip", marks.tolist())
         seconds = self.config.deadline or self.communicator.deadline
         if others := {one.peer: what for one in neighbours if (what := one.hear(seconds)) is not None}:

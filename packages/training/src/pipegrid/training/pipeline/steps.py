@@ -170,8 +170,8 @@ class Steps:
         waiting = Waiting(self.config.deadline, self.config.monitor, what, of_step=together)
         meeting = CallMeeting(call, self.device, self.config.job_group, waiting)
         if not together:
-            skips = {} if self.connect is None else self._skips(given["data_iterator"])
-            ready = bool(skips) or (update is not None and update.is_there)
+            skips = self.connect is not None and self._find_skips(given["data_iterator"])
+            ready = skips or (update is not None and update.is_there)
             meeting.start(own if self._is_counted else (), ready=ready)
             if self.connect is not None:
                 self._connect(meeting, given)
@@ -204,9 +204,9 @@ class Steps:
             self._update.keep()
         return mean
 
-    def _skips(self, read: Mapping[str, Sequence[Any]]) -> dict[str, list[tuple[int, int]]]:
-        """The edges by which stages of this rank hand on values past others, by module."""
-        found: dict[str, list[tuple[int, int]]] = {}
+    def _find_skips(self, read: Mapping[str, Sequence[Any]]) -> bool:
+        """Have the stages of this rank look at all microbatches; whether any hands on values past others."""
+        found = False
         for name, stages in self.stages.items():
             for stage, microbatches in zip(stages, read[name], strict=True):
                 if not isinstance(stage, Stage) or stage.assignment.num_stages < 2:
@@ -216,8 +216,7 @@ class Steps:
                     # What else the script's code raises, the step itself raises at its place.
                     with contextlib.suppress(Exception), generators_as_before():
                         stage.look(partial(_called, stage, forward, part))
-                if stage.skips:
-                    found[name] = [(edge.source, edge.destination) for edge in stage.skips]
+                found = found or bool(stage.skips)
         return found
 
     def _connect(self, meeting: CallMeeting, given: dict[str, Any]) -> None:

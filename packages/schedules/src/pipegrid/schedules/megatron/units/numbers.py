@@ -1,6 +1,6 @@
-"""The microbatches of a stage by their number in the plan: whose they are, what divides their losses; and of a rank.
+"""The microbatches of a stage by their number in the plan: their replica, and what divides their losses.
 
-The replica of a rank is told by its process groups; all replicas have the same routes.
+Process groups say which replica a rank is of; all replicas have the same routes.
 """
 
 from __future__ import annotations

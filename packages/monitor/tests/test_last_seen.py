@@ -104,7 +104,8 @@ def test_a_step_that_the_store_does_not_take_names_the_host_of_the_store(told, s
     with closing(Monitor(store, rank=2, ranks=RANKS, deadline=DEADLINE)) as monitor:
         monitor._last_seen = heard[2]
         clock.now += 10
-        monitor.silent(5, RuntimeError("the store did not answer within 10 s"))
+        monitor._steps = 5
+        monitor._not_announced(RuntimeError("the store did not answer within 10 s"))
         assert monitor.failure is not None
         assert monitor.failure.startswith("nothing heard of host-a, ranks 0-1, which has the control store, for 10 s;")
         with pytest.raises(JobFailedError, match="before step 5, nothing heard of host-a, ranks 0-1"):

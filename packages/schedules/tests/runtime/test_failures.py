@@ -201,7 +201,7 @@ def test_a_store_that_is_gone_before_a_step_is_a_typed_error(store, how):
     while not lanes.reasons and time.monotonic() < ended:  # the monitor's thread may end lanes after the step
         time.sleep(0.01)
     monitor.close()
-    # By the step, or by the monitor's thread, which announces it beside the step.
+    # By the step, or by the monitor's thread, which looks whether it was announced.
     when, _, rest = text.partition(
         "the control store does not answer: it is out of reach, or its process has stopped or ended ("
     )
@@ -226,7 +226,8 @@ def test_the_deadline_holds_while_the_store_is_silent(store):
 
     def stop_then_wait(microbatch):
         if microbatch == 1:
-            assert monitor._announced.wait(20)  # the store is silent only then
+            monitor.announce()
+            monitor._calls.wait(monitor._announcement, seconds=20)  # the store is silent only then
             store.released.clear()
             store.stopped.set()
             over.wait(20)

@@ -29,7 +29,7 @@ from pipegrid.monitor.control import (
 from pipegrid.monitor.device_progress import progress_of
 from pipegrid.monitor.last_seen import HEARTBEAT_SECONDS, LastSeen
 from pipegrid.topology.addresses import server_of
-from pipegrid.topology.bounded_calls import BoundedCalls
+from pipegrid.topology.bounded_calls import BoundedCall, BoundedCalls, SilentStoreError
 from pipegrid.transport.collectives.waiting import NotDone, device_collectives, finish, host_collectives
 
 if TYPE_CHECKING:
@@ -173,7 +173,9 @@ class Monitor:
         self.progress = None if device is None else progress_of(device)
         self._calls = BoundedCalls()
         patience = deadline or self.first_deadline
+        self._patience = patience
         self._control = Control(bounded_store(store, self._calls, patience), rank, everyone)
+        self._unbounded = Control(store, rank, everyone)  # for announcements: whole ones are waited for, not each call
         # For looks and for a failing rank: a store that is silent delays neither.
         brief = bounded_store(store, self._calls, min(_BRIEF_SECONDS, patience), stuck=_STUCK_SECONDS)
         self._brief = Control(brief, rank, everyone)
@@ -185,8 +187,9 @@ class Monitor:
         self._steps = 0
         self._agreed: set[str] = set()  # the plans that all ranks have run
         self._silent: str | None = None  # why a step was not announced
-        self._announced = threading.Event()  # no announcement is under way
-        self._announced.set()
+        self._announcing = threading.Lock()
+        self._unannounced: str | None = None  # what the running step runs, unless it was announced
+        self._announcement: BoundedCall | None = None  # of the running step, under way
         self._plan: tuple[AnyPlan, str] | None = None
         self._threads: list[threading.Thread] = []  # one at most, once it runs
         self._stop = threading.Event()
@@ -198,7 +201,8 @@ class Monitor:
     def begin(self, plan: AnyPlan, *, where: Callable[[], str], abort: Callable[[str], object]) -> None:
         """Start a step of ``plan``. Waits for all ranks, and the store, if this rank has not run the plan before.
 
-        A plan that all ranks have run is announced beside the step: the last to announce another one fails the job.
+        A plan that all ranks have run is announced beside the step (`announce`): the last to announce another one fails
+        the job.
 
         Raises:
             DisagreementError: ranks run different plans, or one did not arrive; nothing was sent.
@@ -214,10 +218,8 @@ class Monitor:
         try:
             if self._failure is None and not self._threads:
                 self._last_seen.introduce()
-            if self._failure is None and what in self._agreed:
-                self._announce(self._steps, what)
-            elif self._failure is None:
-                self._announced.wait()
+            self._unannounced = what if what in self._agreed else None
+            if self._failure is None and what not in self._agreed:
                 self._failure = self._control.agree(self._steps, what, seconds=self.first_deadline)
                 self._agreed.add(what)
             if self._failure is None and not self._threads:
@@ -250,7 +252,13 @@ class Monitor:
         Raises:
             DisagreementError, JobFailedError: as `begin`, of what was announced beside the step.
         """
-        self._announced.wait()
+        self.announce()
+        call, self._announcement = self._announcement, None
+        if call is not None:
+            try:
+                self._calls.wait(call, seconds=self._patience)
+            except Exception as error:  # noqa: BLE001 -- of whatever store; told below
+                self._not_announced(error)
         if self._watched is not None:
             self._watched.running = False
         if self._failure is not None and self._failure.disagreement:
@@ -258,23 +266,36 @@ class Monitor:
         if self._silent is not None:
             raise JobFailedError(self._silent)
 
-    def _announce(self, step: int, what: str) -> None:
-        """Announce a step on a thread of its own: every call of the store has a deadline, so it ends."""
-        self._announced.wait()  # that of the step before
-        self._announced.clear()
-        arguments = (weakref.ref(self), self._control, step, what, self._announced)
-        threading.Thread(target=_announce, args=arguments, name="pipegrid-announce", daemon=True).start()
+    def announce(self) -> None:
+        """Start to announce the running step, on the thread that asks the store, unless that was done; from any thread.
 
-    def silent(self, step: int, error: Exception) -> None:
-        """End this rank's transfers, since the store has not taken the announcement of a step. From any thread."""
+        The thread takes a core from the step for a moment. So a runtime calls this when it has computed most of the
+        step and waits anyhow; in a longer step the next look does, and in a shorter one its end.
+        """
+        with self._announcing:
+            what, self._unannounced = self._unannounced, None
+            if what is not None and self._failure is None:
+                self._announcement = self._calls.start(self._unbounded.announce, self._steps, what)
+
+    def _require_announced(self) -> None:
+        """End this rank's transfers where the store has not taken an announcement in time."""
+        call = self._announcement
+        if call is None:
+            return
+        if not call.done.locked() and call.error is not None:
+            self._not_announced(call.error)
+        elif call.done.locked() and time.monotonic() - call.begun > self._patience:
+            self._not_announced(SilentStoreError(f"the store did not answer within {self._patience:.3g} s"))
+
+    def _not_announced(self, error: BaseException) -> None:
         text, watched = self._unanswered(error), self._watched
-        self._silent = f"before step {step}, {text}. {_REBUILD}"
+        self._silent = f"before step {self._steps}, {text}. {_REBUILD}"
         if self._failure is None:
             self._failure = Failure(self.rank, text)
             if watched is not None:
                 watched.abort(self._failure.text)
 
-    def _unanswered(self, error: Exception) -> str:
+    def _unanswered(self, error: BaseException) -> str:
         """Describe that the store has not answered, or that its host is out of reach if that is another one."""
         self._last_seen.unanswered()
         return self._last_seen.silence() or silent(error)
@@ -401,6 +422,8 @@ class Monitor:
         watched = self._watched
         if watched is None or self._failure is not None:
             return
+        self.announce()
+        self._require_announced()
         try:
             device_collectives.check()
         except RuntimeError as error:
@@ -489,18 +512,6 @@ def _end(stop: threading.Event, threads: list[threading.Thread], calls: BoundedC
         if thread is not threading.current_thread():  # which may be the last to hold the monitor
             thread.join()
     calls.close()
-
-
-def _announce(
-    monitor: weakref.ref[Monitor], control: Control, step: int, what: str, announced: threading.Event
-) -> None:
-    try:
-        control.announce(step, what)
-    except Exception as error:  # noqa: BLE001 -- the step that runs meanwhile is to end with it
-        if (watching := monitor()) is not None:
-            watching.silent(step, error)
-    finally:
-        announced.set()
 
 
 def _look_on(monitor: weakref.ref[Monitor], stop: threading.Event, seconds: float) -> None:

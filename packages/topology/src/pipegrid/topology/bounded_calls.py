@@ -47,7 +47,16 @@ def reason_to_give_up() -> Callable[[], str]:
 
 
 @define(eq=False)
-class _BoundedCall:
+class BoundedCall:
+    """A call that was started.
+
+    Attributes:
+        function: called with ``arguments``.
+        done: locked until it has returned or raised: ``result``, ``error``.
+        given_up: whether nobody waits for it any longer; not started by then, it never is.
+        begun: when, in `time.monotonic` seconds.
+    """
+
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
     done: threading.Lock = field(factory=threading.Lock)
@@ -70,9 +79,9 @@ class BoundedCalls:
 
     def __init__(self, name: str = "pipegrid-store", *, patience: float = 1.0) -> None:
         self._name = name
-        self._calls: queue.SimpleQueue[_BoundedCall | None] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[BoundedCall | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
-        self._silent: list[_BoundedCall] = []  # the last one that was given up
+        self._silent: list[BoundedCall] = []  # the last one that was given up
         self._finalizer = weakref.finalize(self, _end, self._calls, self._threads, patience, self._silent)
 
     @property
@@ -92,25 +101,37 @@ class BoundedCalls:
         seconds: float,
         given_up: Callable[[], object] = lambda: False,
     ) -> _T:
-        """The result of ``function(*arguments)``, within ``seconds``; not started by then, it never is.
+        """The result of ``function(*arguments)``, as `start` and `wait` have it."""
+        result: _T = self.wait(self.start(function, *arguments), seconds=seconds, given_up=given_up)
+        return result
 
-        Args:
-            function: to call.
-            arguments: of ``function``.
-            seconds: the deadline.
-            given_up: asked every 0.1 s; once it is true, the call ends as at the deadline.
+    def start(self, function: Callable[..., _T], *arguments: Any) -> BoundedCall:
+        """Have ``function(*arguments)`` called on the thread, behind the calls before it.
 
         Raises:
-            SilentStoreError: it did not return in time, or the thread was closed.
+            SilentStoreError: the thread was closed.
         """
         if self.closed:
             raise SilentStoreError("the thread that asks the store was closed")
         if not self._threads:
             self._threads.append(threading.Thread(target=_serve, args=(self._calls,), name=self._name, daemon=True))
             self._threads[0].start()
-        call = _BoundedCall(function, arguments)
+        call = BoundedCall(function, arguments)
         call.done.acquire()
         self._calls.put(call)
+        return call
+
+    def wait(self, call: BoundedCall, *, seconds: float, given_up: Callable[[], object] = lambda: False) -> Any:
+        """The result of a call that was started, within ``seconds`` from now.
+
+        Args:
+            call: of `start`.
+            seconds: the deadline.
+            given_up: asked every 0.1 s; once it is true, the wait ends as at the deadline.
+
+        Raises:
+            SilentStoreError: it did not return in time.
+        """
         end = time.monotonic() + seconds
         while not call.done.acquire(timeout=max(0.0, min(_ASK_SECONDS, end - time.monotonic()))):
             if time.monotonic() >= end or given_up():
@@ -118,10 +139,10 @@ class BoundedCalls:
                 if not self.stuck:  # else that call holds the thread
                     self._silent[:] = [call]
                 raise SilentStoreError(f"the store did not answer within {seconds:.3g} s")
+        call.done.release()
         if call.error is not None:
             raise call.error
-        result: _T = call.result
-        return result
+        return call.result
 
     def close(self) -> None:
         """End the thread. Idempotent."""
@@ -148,7 +169,7 @@ def bounded(
         calls.close()
 
 
-def _serve(calls: queue.SimpleQueue[_BoundedCall | None]) -> None:
+def _serve(calls: queue.SimpleQueue[BoundedCall | None]) -> None:
     while (call := calls.get()) is not None:
         if not call.given_up:
             try:
@@ -160,10 +181,10 @@ def _serve(calls: queue.SimpleQueue[_BoundedCall | None]) -> None:
 
 
 def _end(
-    calls: queue.SimpleQueue[_BoundedCall | None],
+    calls: queue.SimpleQueue[BoundedCall | None],
     threads: list[threading.Thread],
     patience: float,
-    silent: list[_BoundedCall],
+    silent: list[BoundedCall],
 ) -> None:
     calls.put(None)
     waited = max((time.monotonic() - call.begun for call in silent if call.done.locked()), default=0.0)

@@ -374,7 +374,7 @@ class PipelineRuntime:
                 self._agreement.begin("a step" if grad else "an evaluation", agree, batch)
                 with torch.set_grad_enabled(grad), self._order_of_transfers():
                     self._bound.start(training=grad)
-                    self._bound.beside = beside
+                    self._bound.beside = self._besides(beside)
                     for cursor.at, call in enumerate(program.calls):
                         call()
                     cursor.at = len(program.calls)
@@ -393,6 +393,11 @@ class PipelineRuntime:
                 self._monitor.end()
         finally:
             self._one_step.release()
+
+    def _besides(self, beside: Call | None) -> tuple[Call, ...]:
+        """What is started behind the last forward."""
+        own = () if beside is None else (beside,)
+        return own if self._monitor is None else (*own, self._monitor.announce)
 
     def _order_of_transfers(self) -> AbstractContextManager[object]:
         """What a step asks of the communicator: nothing, where messages go one by one within its own deadline."""

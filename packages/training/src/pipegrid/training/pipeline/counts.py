@@ -137,7 +137,7 @@ class StepCounts:
     _meeting: CallMeeting | None = None
     _numbers: list[float] | None = None
     _device: torch.device | None = None
-    of_means: dict[tuple[int, float, torch.dtype], tuple[Tensor, Tensor, Tensor, Tensor]] = field(
+    of_means: dict[tuple[int, float, torch.dtype], tuple[Tensor, Tensor | None, Tensor, Tensor]] = field(
         factory=dict, init=False
     )
     """What `of_mean` has returned: most microbatches of a step count the same."""
@@ -167,12 +167,12 @@ class StepCounts:
         total = self.totals[rule]
         return torch.where(total > 0, self.totals[MICROBATCHES] / total.clamp(min=1) * count, 1.0)
 
-    def of_mean(self, rule: int, count: float, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def of_mean(self, rule: int, count: float, dtype: torch.dtype) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
         """What a mean over ``count`` is multiplied by, of losses in ``dtype``.
 
         Returns:
-            The weight, as a scalar; in ``dtype``; with an axis of one; and what follows the loss in a row of sums: the
-            weight and three zeros.
+            The weight, as a scalar; in ``dtype``, None where it is known to be 1; with an axis of one; and what follows
+            the loss in a row of sums: the weight and three zeros.
         """
         device = self._device if self._meeting is None else self._meeting.device
         if self._meeting is None or not has_streams(self._meeting.device):  # the host has the numbers
@@ -180,10 +180,10 @@ class StepCounts:
             value = numbers[MICROBATCHES] / max(numbers[rule], 1.0) * count if numbers[rule] > 0 else 1.0
             rest = torch.tensor([value, 0.0, 0.0, 0.0], dtype=torch.float64, device=device)
         else:
-            weight = self.weight(rule, count)
+            value, weight = None, self.weight(rule, count)
             rest = torch.cat([weight.reshape(1), weight.new_zeros(3)])
-        weight = rest[0]
-        self.of_means[rule, count, dtype] = found = weight, weight.to(dtype), rest[:1], rest
+        factor = None if value == 1.0 else rest[0].to(dtype)  # as where all microbatches count the same
+        self.of_means[rule, count, dtype] = found = rest[0], factor, rest[:1], rest
         return found
 
     def numbers(self) -> list[float]:

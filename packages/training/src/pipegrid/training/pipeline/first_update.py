@@ -28,6 +28,7 @@ from pipegrid.training.pipeline.one_process import are_equal
 from pipegrid.transport.collectives.differences import listed
 
 _SHOWN = 6
+_SOON = 4  # steps
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 
@@ -65,6 +66,7 @@ class FirstUpdate:
     named: Callable[[], Iterable[tuple[str, nn.Parameter]]]
     ranks: RankExchange
     limit: float
+    _steps: int = field(default=0, init=False)
     _gradients: dict[str, Tensor] = field(factory=dict, init=False)  # of the last step
     _updated: dict[str, _Updated] = field(factory=dict, init=False)
     _optimizers: dict[str, Optimizer] = field(factory=dict, init=False)  # by class
@@ -81,6 +83,7 @@ class FirstUpdate:
 
     def keep(self) -> None:
         """Keep the gradients at the end of a step."""
+        self._steps += 1
         self._gradients = {name: one.grad.clone() for name, one in self.named() if one.grad is not None}
 
     def close(self) -> None:
@@ -121,12 +124,20 @@ class FirstUpdate:
                 self._updated[name].after.append(one.detach().clone())
 
     @property
+    def is_soon(self) -> bool:
+        """Whether few steps have passed: the ranks then meet as a step begins, for the plainest error.
+
+        Afterwards, as where a script only measures steps, they do as it ends, in the all-reduce that it has anyhow.
+        """
+        return self._steps <= _SOON
+
+    @property
     def is_there(self) -> bool:
         """Whether an optimizer of this rank has stepped."""
         return bool(self._updated)
 
     def compare(self) -> None:
-        """Compare what optimizers have made of the parameters, before another step; one of some rank has stepped.
+        """Compare what optimizers have made of the parameters, before they step again; one of some rank has stepped.
 
         Raises:
             CutError: on every rank, where one process has other parameters.

@@ -79,7 +79,7 @@ def _mean(loss: Tensor, count: float, rule: int, counts: StepCounts) -> Weighed:
     value = loss.detach()
     if value.dim():
         value = value.reshape(())
-    return loss * factor, weight, torch.cat([value * in_a_row, rest])
+    return loss if factor is None else loss * factor, weight, torch.cat([value * in_a_row, rest])
 
 
 def _nothing(output: Any, rule: int, counts: StepCounts) -> Weighed:

@@ -165,24 +165,24 @@ class Steps:
         call, update = "evaluate" if forward_only else "step", None if forward_only else self._update
         first = None if forward_only or routes is not None else self.first
         own = sums_of(self._own(given["data_iterator"]))
-        together = number is not None and (self.connect, first, update) == (None, None, None)  # the same on all ranks
+        updated = update is not None and update.is_there
+        soon = update is not None and update.is_soon
+        together = number is not None and (self.connect, first) == (None, None) and not soon  # the same on all ranks
         what = f"the {'mean loss' if together else 'counts'} of {call}()"
         waiting = Waiting(self.config.deadline, self.config.monitor, what, of_step=together)
         meeting = CallMeeting(call, self.device, self.config.job_group, waiting)
         if not together:
             skips = self.connect is not None and self._find_skips(given["data_iterator"])
-            ready = skips or (update is not None and update.is_there)
-            meeting.start(own if self._is_counted else (), ready=ready)
+            meeting.start(own if self._is_counted else (), ready=skips or updated)
             if self.connect is not None:
                 self._connect(meeting, given)
-        if update is not None and meeting.ready:
-            self._update = None
-            update.compare()
+        if soon:
+            self._compare_update(meeting)
         if first is not None:
             meeting.wait()  # a rank that is in another call does not come to the comparison
             self._comparing = first if first.begin(parts, batch) else None
         counts = StepCounts.told(meeting) if number is None else StepCounts.known(own, number, self.device)
-        sums = LossSums(partial(self._add_up, meeting, together), not self._streamed)
+        sums = LossSums(partial(self._add_up, meeting, together, updated), not self._streamed)
         self._counts_now = counts
         try:
             self._step(**given, forward_only=forward_only, sums=sums, last=self._last)
@@ -200,9 +200,17 @@ class Steps:
             if limit is not None:
                 ranks = RankExchange("the first update", self.config, self.device)
                 self._update = FirstUpdate(self.named, ranks, limit)
-        elif self._update is not None and not forward_only:
+        elif update is not None:
+            self._compare_update(meeting)  # the step has left the parameters as optimizers had made them
+        if self._update is not None and first is None and not forward_only:
             self._update.keep()
         return mean
+
+    def _compare_update(self, meeting: CallMeeting) -> None:
+        """Compare the first update, once some rank has one."""
+        if self._update is not None and meeting.ready:
+            update, self._update = self._update, None
+            update.compare()
 
     def _find_skips(self, read: Mapping[str, Sequence[Any]]) -> bool:
         """Have the stages of this rank look at all microbatches; whether any hands on values past others."""
@@ -253,15 +261,17 @@ class Steps:
                     own += copy.copy(microbatches)
         return own
 
-    def _add_up(self, meeting: CallMeeting, together: bool, infos: Sequence[Tensor]) -> Callable[[], Tensor]:
+    def _add_up(
+        self, meeting: CallMeeting, together: bool, updated: bool, infos: Sequence[Tensor]
+    ) -> Callable[[], Tensor]:
         """Start to add up what the losses tell; what it returns waits for the sums over the job.
 
-        ``together``: the ranks meet in this one all-reduce.
+        ``together``: the ranks meet in this one all-reduce; ``updated``: then with this as `CallMeeting.ready`.
         """
         zeros = torch.zeros(_TOLD, dtype=torch.float64, device=self.device)
         told = torch.stack([zeros, *infos]).sum(dim=0) if infos and self._is_counted else zeros
         if together:
-            meeting.start(told=told)
+            meeting.start(told=told, ready=updated)
             return meeting.met
         what = f"the mean loss of {meeting.call}()"
         waiting = Waiting(self.config.deadline, self.config.monitor, what, of_step=True)

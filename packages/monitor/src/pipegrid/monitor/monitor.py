@@ -269,8 +269,8 @@ class Monitor:
     def announce(self) -> None:
         """Start to announce the running step, on the thread that asks the store, unless that was done; from any thread.
 
-        The thread takes a core from the step for a moment. So a runtime calls this when it has computed most of the
-        step and waits anyhow; in a longer step the next look does, and in a shorter one its end.
+        The thread takes a core from the step for a moment. So a runtime calls this where that delays no other rank,
+        behind its first message; without one the next look does, or the end of the step.
         """
         with self._announcing:
             what, self._unannounced = self._unannounced, None

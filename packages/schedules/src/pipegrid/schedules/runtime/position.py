@@ -42,10 +42,10 @@ class BoundPosition:
         actions: of the position, in order.
         in_streams: whether the device has streams, in which messages are ordered.
         deadline: of every message; None is the communicator's own.
-        beside: called once in a step, behind this rank's last forward, in order; see `PipelineRuntime.step`.
+        beside: called once in a step, behind this rank's last forward; see `PipelineRuntime.step`.
     """
 
-    beside: tuple[Callable[[], None], ...] = ()
+    beside: Callable[[], None] | None = None
 
     def __init__(
         self,
@@ -335,9 +335,9 @@ class BoundPosition:
         return own
 
     def call_beside(self) -> None:
-        """Call ``beside``, and forget it."""
-        besides, self.beside = self.beside, ()
-        for beside in besides:
+        """Call ``beside``, in a step that has it, and forget it."""
+        beside, self.beside = self.beside, None
+        if beside is not None:
             beside()
 
     def set_deadline(self, seconds: float | None) -> None:

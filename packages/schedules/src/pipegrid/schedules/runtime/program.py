@@ -89,10 +89,12 @@ def programs(
     hooks: Sequence[Hook],
     registered: Mapping[ActionKind, Effect],
     paired: PairEffect | None,
+    announce: tuple[Call, ...] = (),
 ) -> tuple[Program, Program]:
     """The program of a step, and of an evaluation: its forwards, and what carries activations.
 
-    ``paired`` runs pairs; None: one compute after the other, forward first.
+    ``paired`` runs pairs; None: one compute after the other, forward first. ``announce``: called behind this rank's
+    first message, a receive that is posted or a send, so that it delays no other rank.
     """
     if paired is not None:
         _require_interleavable(at)
@@ -108,6 +110,9 @@ def programs(
     ]
     for own in (steps, forwards):
         _call_beside(at, own)
+        first = next((bounds for bounds in own if any(not bound.action.kind.is_compute for bound in bounds)), None)
+        if first is not None:
+            first[-1] = evolve(first[-1], after=(*first[-1].after, *announce))
     return _program(at, steps, hooks, paired), _program(at, forwards, hooks, paired)
 
 

@@ -168,7 +168,8 @@ class PipelineRuntime:
         watching = () if monitor is None or monitor.progress is None else (monitor.progress,)
         self._hooks, self._effects = (*hooks, *watching), dict[ActionKind, Effect]()
         self._paired: PairEffect | None = None
-        self._program, self._forwards = programs(self._bound, self._hooks, self._effects, self._paired)
+        self._announce = () if monitor is None else (monitor.announce,)
+        self._program, self._forwards = programs(self._bound, self._hooks, self._effects, self._paired, self._announce)
         rank = _rank_of(communicator, monitor)
         self._agreement = StepAgreement(
             self.plan,
@@ -238,7 +239,7 @@ class PipelineRuntime:
                 kind, effect = ActionKind(kind), cast("Effect", function)
                 before = effects.get(kind)
                 effects[kind] = effect if before is None else partial(_around, effect, before)
-            self._program, self._forwards = programs(self._bound, self._hooks, effects, paired)
+            self._program, self._forwards = programs(self._bound, self._hooks, effects, paired, self._announce)
             self._effects, self._paired = effects, paired
         finally:
             self._one_step.release()
@@ -374,7 +375,7 @@ class PipelineRuntime:
                 self._agreement.begin("a step" if grad else "an evaluation", agree, batch)
                 with torch.set_grad_enabled(grad), self._order_of_transfers():
                     self._bound.start(training=grad)
-                    self._bound.beside = self._besides(beside)
+                    self._bound.beside = beside
                     for cursor.at, call in enumerate(program.calls):
                         call()
                     cursor.at = len(program.calls)
@@ -393,11 +394,6 @@ class PipelineRuntime:
                 self._monitor.end()
         finally:
             self._one_step.release()
-
-    def _besides(self, beside: Call | None) -> tuple[Call, ...]:
-        """What is started behind the last forward."""
-        own = () if beside is None else (beside,)
-        return own if self._monitor is None else (*own, self._monitor.announce)
 
     def _order_of_transfers(self) -> AbstractContextManager[object]:
         """What a step asks of the communicator: nothing, where messages go one by one within its own deadline."""

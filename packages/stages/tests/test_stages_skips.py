@@ -228,6 +228,52 @@ def test_hooks_of_an_earlier_call_that_needed_none_on_a_stage_are_an_error():
         step()
 
 
+class Scaled(nn.Module):
+    """Adds to each layer what its own code makes of the embedding before the first one."""
+
+    def __init__(self, code):
+        super().__init__()
+        self.code, self.embed = code, nn.Embedding(20, 4)
+        self.layers, self.head = nn.ModuleList(nn.Linear(4, 4) for _ in range(4)), nn.Linear(4, 4)
+
+    def forward(self, ids):
+        first = hidden = self.code(self.embed(ids))
+        for layer in self.layers:
+            hidden = layer(hidden).tanh() + first
+        return self.head(hidden)
+
+
+@pytest.mark.parametrize("layout", ["E|tttt|L", "E|t|tt|tL", "E||t|tttL", "Et|t|ttL"])
+@pytest.mark.parametrize("code", [lambda h: h * 2.0, lambda h: h.mul(3.0).add_(1.0)], ids=["scaled", "in place"])
+def test_what_own_code_makes_of_the_embedding_before_the_layers_is_used_again(layout, code):
+    batch = (torch.arange(10).view(2, 5),)
+    found = check_stages(lambda: Scaled(code), layout, batch, names=Names("layers"), loss=_mean, dtype=torch.float64)
+    assert found.proof.holds
+    assert max(one.error for one in found.gradients) < 1e-12
+
+
+def test_a_random_change_of_the_embedding_that_is_used_again_is_refused():
+    batch = (torch.arange(10).view(2, 5),)
+    proof = prove_cut(lambda: Scaled(lambda h: h * torch.rand(4)), "E|tt|ttL", batch, names=Names("layers"), loss=_mean)
+    assert not proof.holds
+
+
+def test_an_embedding_that_a_layer_writes_to_is_refused_where_it_is_used_again():
+    """The tensor that a stage makes again is another one than that which its first layer writes to."""
+
+    class Writing(nn.Linear):
+        def forward(self, hidden):
+            return super().forward(hidden.mul_(0.5))
+
+    def make():
+        model = Scaled(lambda h: h * 2.0)
+        model.layers[0] = Writing(4, 4)
+        return model
+
+    proof = prove_cut(make, "E|tt|ttL", (torch.arange(10).view(2, 5),), names=Names("layers"), loss=_mean)
+    assert not proof.holds
+
+
 class Random(nn.Module):
     """Uses again what its own code has drawn between layers."""
 

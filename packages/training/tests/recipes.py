@@ -164,7 +164,7 @@ class Model(nn.Module):
             hidden = layer(hidden if each is None else hidden + each[number])
             outputs.append(hidden)
             if self.hands_on == "embedding":
-                hidden = hidden + embedded
+                hidden = hidden + (first if number % 2 else embedded)
             elif self.hands_on == "outputs":
                 hidden = hidden + torch.stack(outputs).mean(0)
             elif self.hands_on == "table":

@@ -81,6 +81,8 @@ class Handing(nn.Module):
 
     def forward(self, ids, mask=None):
         hidden = first = self.words(ids)
+        if self.detached or self.writes:  # by its own code, before the first layer
+            hidden = first = first * 1.5 if self.detached else first.mul(1.5).add_(0.1)
         has, count = self.kinds.__contains__, len(self.blocks)
         memory = positions = each = None
         taps, ends, down, routers = [], [], [], []

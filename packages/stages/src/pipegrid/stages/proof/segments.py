@@ -171,6 +171,9 @@ class _Stage(nn.Module):
             if encoders and before > encoders:
                 received = received, whole.results[encoders]
             received = mode.stand_ins(received)
+            if first > before:  # it has no name there, and is what it is made of
+                for one, made_of in zip(traced_in(received), whole.ends[before], strict=True):
+                    one.arrived = made_of, one.cell.written
         if encoders and before >= encoders:  # the encoder does not run
             mode.passed = encoders
             mode.pass_boundary(received if before == encoders else received[1])

@@ -625,12 +625,12 @@ def trace(
 
 
 def first_of(outline: Outline, skips: AbstractSet[Value]) -> int:
-    """The first boundary at which what is sent has a name of its own: of values that are handed on, that of a stage.
+    """The first boundary at which what is sent has a name of its own, in place of what it is made of.
 
-    Before the first layer an embedding is what its part has returned, which the model's own code may have written to.
+    Where values are handed on it is behind the first layer: before that the model's own code makes what is sent of the
+    embedding, and a stage to which that is handed on makes it again, as the tensor that it uses behind the first layer.
     """
-    assignment = outline.assignment
-    return int(bool(skips) and assignment.num_stages > 1 and assignment.before(1) > 0)
+    return int(bool(skips) and outline.assignment.num_stages > 1)
 
 
 def device_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.device:

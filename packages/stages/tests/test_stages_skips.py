@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -40,6 +42,22 @@ def test_residuals_of_blocks(layout, values):
     found = check_stages(BlockResiduals, layout, ids(), names=BLOCKS, loss=_mean, dtype=torch.float64)
     assert max(one.error for one in found.gradients) < 1e-12
     assert [one.value for one in found.proof.skips] == values
+
+
+@pytest.mark.parametrize(
+    ("positions", "sent", "passed_on"), [(8, 70, 136), pytest.param(16, 155, 315, marks=pytest.mark.thorough)]
+)
+def test_a_model_of_93_layers_in_blocks_of_12_sends_half_of_what_passing_on_sends(positions, sent, passed_on):
+    """In tensors of the size of the hidden states, these included; four stages on each position."""
+    stages = 4 * positions
+    sizes = [93 // stages + (number < 93 % stages) for number in range(stages)]
+    layout = "E" + "|".join("t" * size for size in sizes) + "L"
+    make = partial(BlockResiduals, 93, block=12, embedding=False)
+    proof = prove_cut(make, layout, ids(), names=BLOCKS)
+    assert proof.holds
+    unit = proof.boundaries[0].nbytes
+    found = proof.traffic([stage % positions for stage in range(stages)])
+    assert found == (sent * unit, passed_on * unit)
 
 
 @pytest.mark.parametrize("layout", ["Ett|tt|tt|tL", "Et|t|t|t|t|t|tL"])

@@ -26,20 +26,21 @@ class Reading(nn.Module):
 
 
 class BlockResiduals(nn.Module):
-    """Layers in blocks of three."""
+    """Layers in blocks, each of which reads the ends of all blocks before, and the embedding."""
 
-    def __init__(self, layers=8, width=6):
+    def __init__(self, layers=8, width=6, block=3, embedding=True):
         super().__init__()
+        self.block, self.embedding = block, embedding
         self.embed = nn.Embedding(20, width)
         self.layers = nn.ModuleList(Reading(width) for _ in range(layers))
         self.head = nn.Linear(width, 20)
 
     def forward(self, ids):
         hidden = self.embed(ids)
-        ends = [hidden]
+        ends = [hidden] if self.embedding else []
         for number, layer in enumerate(self.layers, start=1):
             hidden = layer(hidden, ends)
-            if number % 3 == 0:
+            if number % self.block == 0:
                 ends.append(hidden)
         return self.head(hidden)
 

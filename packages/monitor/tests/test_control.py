@@ -181,6 +181,7 @@ def test_the_calls_of_a_rank_in_a_step_do_not_grow_with_the_job():
             for control in controls:
                 before = store.calls
                 control.announce(step, what)
+                control.tidy()
                 most[step] = max(most.get(step, 0), store.calls - before)
         return most
 
@@ -206,5 +207,6 @@ def test_old_steps_leave_nothing_behind(store):
     for step in range(1, 60):
         for control in controls:
             control.announce(step, f"the same in {step // 20}")
+            control.tidy()
     # The last step's keys, each rank's plan, and one of the store's own.
     assert store.num_keys() <= 5

@@ -131,6 +131,7 @@ class Control:
     rank: int
     ranks: tuple[int, ...]
     _runs: str = field(default="", init=False)  # what this rank last announced
+    _passed: int | None = field(default=None, init=False)  # a step at which no rank looks any more
 
     # Positions
 
@@ -183,8 +184,7 @@ class Control:
     def announce(self, step: int, what: str) -> bool:
         """Publish what this rank runs as its ``step``-th step; whether the first rank to arrive runs the same.
 
-        Two calls of the store; two more for the last rank to arrive, which deletes the keys of the step before. Where
-        ranks differ, the last one looks up who runs what, and records it.
+        Two calls of the store. Where ranks differ, the last one to arrive looks up who runs what, and records it.
         """
         key = f"step/{step}/first"
         same: bool = what == json.loads(self.store.compare_set(key, "", json.dumps([self.rank, what])))[1]
@@ -195,10 +195,15 @@ class Control:
         if come == len(self.ranks):
             if different:
                 self.record(_difference(step, self._said(step, all_have_come=True)), disagreement=True)
-            # All ranks have arrived at this step, so none looks at the one before any more.
-            self.store.delete_key(f"step/{step - 1}/first")
-            self.store.delete_key(f"step/{step - 1}/count")
+            self._passed = step - 1  # all ranks have arrived at this step
         return same
+
+    def tidy(self) -> None:
+        """Delete the keys of the step before, where this rank was the last to arrive at the one that it announced."""
+        step, self._passed = self._passed, None
+        if step is not None:
+            self.store.delete_key(f"step/{step}/first")
+            self.store.delete_key(f"step/{step}/count")
 
     def agree(self, step: int, what: str, *, seconds: float) -> Failure | None:
         """Announce, and wait until all ranks have: the job's first failure, if there is one by then.
@@ -209,7 +214,9 @@ class Control:
             DisagreementError: a rank did not arrive in time.
         """
         unchanged = what == self._runs
-        if self.announce(step, what) and unchanged:
+        same = self.announce(step, what)
+        self.tidy()
+        if same and unchanged:
             return None
         end = time.monotonic() + seconds
         while True:

@@ -276,6 +276,7 @@ class Monitor:
             what, self._unannounced = self._unannounced, None
             if what is not None and self._failure is None:
                 self._announcement = self._calls.start(self._unbounded.announce, self._steps, what)
+                self._calls.start(self._unbounded.tidy)  # for which no step waits
 
     def _require_announced(self) -> None:
         """End this rank's transfers where the store has not taken an announcement in time."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import UserDict
 from functools import partial
 
 import pytest
@@ -244,6 +245,70 @@ def test_hooks_of_an_earlier_call_that_needed_none_on_a_stage_are_an_error():
     step(balanced=False)
     with pytest.raises(CutError, match=r"by a hook what layers\.0\.gate returns, and it put its hooks on this stage"):
         step()
+
+
+class Sharing(nn.Module):
+    """A layer that makes keys and values, and leaves them in a mapping, or reads those of an earlier one."""
+
+    def __init__(self, name, *, reads):
+        super().__init__()
+        self.name, self.reads, self.query = name, reads, nn.Linear(4, 4)
+        self.key = None if reads else nn.Linear(4, 4)
+
+    def forward(self, hidden, kept):
+        if self.reads:
+            keys, values = kept[self.name]
+        else:
+            keys = self.key(hidden).transpose(1, 2)
+            values = keys.tanh()
+            kept[self.name] = keys, values
+        return hidden + (self.query(hidden) @ keys).softmax(-1) @ values.transpose(1, 2)
+
+
+class SharedKeys(nn.Module):
+    """Two layers make keys, of two names; four read them."""
+
+    def __init__(self, container=dict):
+        super().__init__()
+        names = ("full", "sliding", "full", "sliding", "sliding", "full")
+        self.container, self.embed, self.head = container, nn.Embedding(20, 4), nn.Linear(4, 4)
+        self.layers = nn.ModuleList(Sharing(name, reads=number > 1) for number, name in enumerate(names))
+
+    def forward(self, ids):
+        hidden, kept = self.embed(ids), self.container()
+        for layer in self.layers:
+            hidden = layer(hidden, kept)
+        return self.head(hidden)
+
+
+@pytest.mark.parametrize("layout", ["Et|tt|t|ttL", "E|tt|ttttL", "Et|t|t|t|t|tL"])
+@pytest.mark.parametrize("container", [dict, UserDict])
+def test_what_layers_leave_in_a_mapping_for_later_ones_is_handed_on(container, layout):
+    batch = (torch.arange(10).view(2, 5),)
+    make = partial(SharedKeys, container)
+    found = check_stages(make, layout, batch, names=Names("layers"), loss=_mean, dtype=torch.float64)
+    assert found.proof.holds
+    assert max(one.error for one in found.gradients) < 1e-12
+    assert {one.value for one in found.proof.skips} >= {"layers.0, 1['full'][0]", "layers.0, 1['full'][1]"}
+
+
+class Box:
+    """No mapping: nothing says what a layer leaves in it."""
+
+    def __init__(self):
+        self.entries = {}
+
+    def __setitem__(self, name, entry):
+        self.entries[name] = entry
+
+    def __getitem__(self, name):
+        return self.entries[name]
+
+
+def test_what_layers_leave_in_another_object_is_refused():
+    batch = (torch.arange(10).view(2, 5),)
+    proof = prove_cut(partial(SharedKeys, Box), "Et|tt|t|ttL", batch, names=Names("layers"), loss=_mean)
+    assert not proof.holds
 
 
 class Scaled(nn.Module):

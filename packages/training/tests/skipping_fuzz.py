@@ -23,6 +23,7 @@ KINDS = (
     "memory",
     "inputs of each layer",
     "u-net",
+    "keys",
 )
 
 
@@ -33,20 +34,26 @@ BEHIND_EMBEDDING = ("tower", "shared", "norms", "scales", "table", "encoder", "e
 class Layer(nn.Module):
     """A layer that takes more than hidden states, and may return what a loss needs."""
 
-    def __init__(self, routes):
+    def __init__(self, routes, reads=None):
         super().__init__()
+        self.reads = reads
         self.linear, self.routes = nn.Linear(WIDTH, WIDTH), routes
         self.query = nn.Linear(WIDTH, WIDTH)
         if routes:
             self.router = nn.Linear(WIDTH, 3)
 
-    def forward(self, hidden, memory=None, positions=None):
+    def forward(self, hidden, memory=None, positions=None, kept=None):
         if positions is not None:
             hidden = hidden * positions.cos() + hidden.roll(1, -1) * positions.sin()
         made = hidden + torch.tanh(self.linear(hidden))
         if memory is not None:
             weights = torch.softmax(self.query(made) @ memory.transpose(1, 2), -1)
             made = made + weights @ memory
+        if kept is not None and self.reads is not None:
+            keys, values = kept[self.reads]
+            made = made + torch.softmax(self.query(made) @ keys, -1) @ values
+        elif kept is not None:
+            kept[len(kept) % 2] = self.query(hidden).transpose(1, 2), made
         return (made, self.router(made)) if self.routes else made
 
 
@@ -61,7 +68,11 @@ class Handing(nn.Module):
         self.writes, self.detached = choose.random() < 0.2, choose.random() < 0.2
         count = choose.randint(3, 8)
         self.words = nn.Embedding(WORDS, WIDTH)
-        self.blocks = nn.ModuleList(Layer("sums for a loss" in self.kinds) for _ in range(count))
+        # The first layers fill two entries, the second of them behind the first; the others read either.
+        reads = (
+            [None, None, *(choose.randrange(2) for _ in range(count - 2))] if "keys" in self.kinds else [None] * count
+        )
+        self.blocks = nn.ModuleList(Layer("sums for a loss" in self.kinds, each) for each in reads)
         self.head = nn.Linear(WIDTH, WORDS)
         if "taps" in self.kinds:
             self.tower = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(choose.randint(1, count)))
@@ -86,6 +97,7 @@ class Handing(nn.Module):
         has, count = self.kinds.__contains__, len(self.blocks)
         memory = positions = each = None
         taps, ends, down, routers = [], [], [], []
+        kept = {} if has("keys") else None
         if has("memory"):
             memory = self.encoder(self.words(ids.flip(1)))
         if has("positions"):
@@ -102,7 +114,7 @@ class Handing(nn.Module):
                 hidden = hidden + each[:, :, number]
             if has("u-net") and number >= (count + 1) // 2 and down:
                 hidden = hidden + down.pop()
-            result = block(hidden, memory, positions)
+            result = block(hidden, memory, positions, kept)
             if isinstance(result, tuple):
                 result, routed = result
                 routers.append(routed)

@@ -7,7 +7,7 @@ the part. Another stage has a stand-in for the part, and where it uses the value
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, MutableMapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from pipegrid.core.edge import Edge
 from pipegrid.core.skips import Uses, values_by_edge
 from pipegrid.stages.errors import CutError
-from pipegrid.stages.torch_compat import TABLES, copied, mapped_by_place, tensors_in
+from pipegrid.stages.torch_compat import TABLES, copied, mapped_by_place, mappings_of, tensors_in
 
 
 @frozen(order=True)
@@ -27,7 +27,7 @@ class Value:
     Attributes:
         part: its dotted name; the name of a parameter.
         call: of the part in a forward, from 0; -1 of a parameter.
-        place: in what it returns, such as ``[0]``.
+        place: in what it returns, such as ``[0]``, or among its arguments (`place_in`).
     """
 
     part: str
@@ -44,6 +44,11 @@ class Value:
         return f"{self.part}{self.place}{call}"
 
 
+def place_in(argument: str, key: object) -> str:
+    """The place of an entry that a layer puts into a mapping among its arguments."""
+    return f", {argument}[{key!r}]"
+
+
 @frozen(eq=False)
 class Skips:
     """The values of a call that stages use past those between.
@@ -53,11 +58,14 @@ class Skips:
         held: by stage, the values that are in what the stage before sends, each with its place among the tensors there.
         inside: of the parts among them that are inside of layers, and have hooks of the model's own code, in the order
             in which they run: what they return, with scalars in place of tensors.
+        filled: of the layers among them that put entries into mappings among their arguments: these, by argument and
+            key, likewise.
     """
 
     uses: Mapping[Value, Uses]
     held: Mapping[int, Mapping[Value, int]] = field(factory=dict)
     inside: Mapping[str, Any] = field(factory=dict)
+    filled: Mapping[str, Mapping[str, Mapping[Any, Any]]] = field(factory=dict)
 
     def there(self, stage: int) -> set[Value]:
         """The values that a stage has, by whatever way."""
@@ -155,7 +163,8 @@ class SkipCarrier:
         for part in there - self._hooked:
             self._hooked.add(part)
             hook = self.whole.get_submodule(part).register_forward_hook
-            hook(partial(self._returned, part), prepend=part in skips.inside)  # the model's hooks take what came
+            # The model's hooks take what came.
+            hook(partial(self._returned, part), prepend=part in skips.inside, with_kwargs=True)
 
     def _stand_in(self, part: str, result: Any) -> None:
         """Have the stand-in of a layer call a module inside of it, for the hooks that the model's own code puts there.
@@ -202,9 +211,9 @@ class SkipCarrier:
         # A view, so that gradients that come back are added as those of a use on this stage.
         return parameter.view_as(parameter)
 
-    def _returned(self, part: str, module: nn.Module, args: Any, result: Any) -> Any:
+    def _returned(self, part: str, module: nn.Module, args: Any, kwargs: Mapping[str, Any], result: Any) -> Any:
         """Hook of a part: note what it has made here, or return what came in place of a stand-in."""
-        del module, args
+        del module
         call = self._calls[part]
         self._calls[part] += 1
         wanted = self._wanted.get((part, call))
@@ -226,7 +235,27 @@ class SkipCarrier:
             return leaf
 
         mapped = mapped_by_place(of, result)
-        return mapped if changed else None
+        returned = mapped if changed else None
+        if part in self.skips.filled:
+            self._fill(self.skips.filled[part], mappings_of(args, kwargs), of, given=part in self.given)
+        return returned
+
+    @staticmethod
+    def _fill(
+        filled: Mapping[str, Mapping[Any, Any]],
+        mappings: Mapping[str, MutableMapping[Any, Any]],
+        of: Callable[[str, Any], Any],
+        *,
+        given: bool,
+    ) -> None:
+        """Take what a layer has put into its arguments or, where its results came, put in what came."""
+        for argument, entries in filled.items():
+            mapping = mappings.get(argument, {})
+            for key in entries if given else entries.keys() & mapping.keys():
+                place = place_in(argument, key)
+                entry = mapped_by_place(partial(_below, of, place), entries[key] if given else mapping[key])
+                if given:
+                    mapping[key] = entry
 
     def leaving(self) -> dict[Edge, list[Tensor]]:
         """After a forward: what leaves by each edge.
@@ -258,6 +287,10 @@ class SkipCarrier:
         while self._tables:
             table, key, before = self._tables.pop()
             table[key] = before
+
+
+def _below(of: Callable[[str, Any], Any], place: str, below: str, leaf: Any) -> Any:
+    return of(place + below, leaf)
 
 
 def edges_of(

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 
 Compile = Literal["whole", "split"]
+_HIDDEN_AXES = 3  # rows, tokens, width
 
 
 class _Looked(Exception):  # noqa: N818 -- no error
@@ -353,6 +354,11 @@ class Stage(nn.Module):
         """The arguments of a forward, with the KV cache of the microbatch."""
         assert self.kv_caches is not None
         tokens = self._tokens(received, kwargs)
+        if tokens is not kwargs.get("input_ids") and tokens.dim() != _HIDDEN_AXES:
+            raise CutError(
+                f"stage {self.number} generates tokens of hidden states with the shape {list(tokens.shape)}, and which "
+                "of their axes are rows and tokens is known of [rows, tokens, width] alone"
+            )
         batch, length = tokens.shape[:2]
         inputs = self.kv_caches[self.current_microbatch].inputs(kwargs, batch, length, tokens.device)
         return {name: value for name, value in inputs.items() if name in self._flow.accepted}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -184,6 +184,12 @@ def _without_keys(value: Any) -> bool:
 def mapped_by_place(function: Callable[[str, Any], Any], value: Any) -> Any:
     """A tree with ``function`` of each leaf and its place, as in `named_leaves`."""
     return tree_unflatten([function(place, leaf) for place, leaf in named_leaves(value)], tree_structure(value))
+
+
+def mappings_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, MutableMapping[Any, Any]]:
+    """The arguments of a call that it may fill, such as keys and values for later layers; positional ones by number."""
+    named = {**dict(zip(map(str, range(len(args))), args, strict=True)), **kwargs}
+    return {name: value for name, value in named.items() if isinstance(value, MutableMapping)}
 
 
 # ---- Copies of a tree of modules that share its tensors

@@ -25,6 +25,11 @@ def version() -> str:
     return f"transformers {importlib.import_module('transformers').__version__}"
 
 
+def keeps_states(entry: Any) -> bool:
+    """Whether an entry of a cache keeps keys and values; that of a layer which reads those of another keeps none."""
+    return type(entry).__name__ != "DummyLayer"
+
+
 def cache_name(model: nn.Module, mask_function: Callable[..., Any] | None = None) -> str | None:
     """The argument by which the forward of ``model`` and its layers take keys and values; None where it takes none.
 

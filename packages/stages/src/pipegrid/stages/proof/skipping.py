@@ -97,7 +97,8 @@ def _skips(
     }
     parts = {value.part for value in found}
     inside = {part: result for part, result in forward.results_inside.items() if part in parts}
-    return Skips(found, {stage: values for stage, values in kept.items() if values}, inside)
+    filled = {part: entries for part, entries in forward.filled.items() if part in parts}
+    return Skips(found, {stage: values for stage, values in kept.items() if values}, inside, filled)
 
 
 def _delivers(uses: Uses, users: set[int], assignment: Assignment) -> bool:

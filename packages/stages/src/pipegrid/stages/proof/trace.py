@@ -36,11 +36,12 @@ from pipegrid.stages.proof.traced import (
     read,
     traced_in,
 )
-from pipegrid.stages.skips import Value
+from pipegrid.stages.skips import Value, place_in
 from pipegrid.stages.torch_compat import (
     TorchDispatchMode,
     by_places,
     is_random,
+    mappings_of,
     name_of,
     named_leaves,
     num_forward_hooks,
@@ -85,6 +86,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         returned: what parts and layers have returned, by identity: the tensor, the value, the operation that wrote it.
         inside: the same of modules inside of layers that have hooks, by which the model's own code takes their results.
         results_inside: by their names, what they return in the first call, without tensors.
+        filled: by layer, the entries that it puts into mappings among its arguments, by name and key, without tensors.
         skipped: of the values of ``skips`` that this model has, what each was made of.
         given: stand-ins for them, which stages have in their place.
         host_drew: where the model's own code drew from Python's or numpy's generator behind the first layer.
@@ -129,6 +131,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.returned: dict[int, tuple[Traced, Value, Operation]] = {}
         self.inside: dict[int, tuple[Traced, Value, Operation]] = {}
         self.results_inside: dict[str, Any] = {}
+        self.filled: dict[str, dict[str, dict[Any, Any]]] = {}
         self.skipped: dict[Value, str] = {}
         self.given: dict[Value, Traced] = {}
         self._skips, self._calls = skips, Counter[str]()
@@ -396,17 +399,23 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._outer.append(_host_generators())
         _seed_host_generators(zlib.crc32(name.encode()))
 
-    def end(self, result: Any) -> None:
-        """The part returns ``result``."""
+    def end(self, result: Any, besides: Sequence[tuple[str, Any]] = ()) -> None:
+        """The part returns ``result``, and leaves ``besides`` in its arguments: tensors, each with its place."""
         name = self.parts.pop()
         _set_host_generators(self._outer.pop())
-        self._returns(name, result, self.returned)
+        self._returns(name, result, self.returned, besides)
 
-    def _returns(self, name: str, result: Any, noted: dict[int, tuple[Traced, Value, Operation]]) -> None:
+    def _returns(
+        self,
+        name: str,
+        result: Any,
+        noted: dict[int, tuple[Traced, Value, Operation]],
+        besides: Sequence[tuple[str, Any]] = (),
+    ) -> None:
         """Note in ``noted`` what a part returns, and give stand-ins for it in place of what is handed on."""
         call = self._calls[name]
         self._calls[name] += 1
-        for place, leaf in named_leaves(result):
+        for place, leaf in [*named_leaves(result), *besides]:
             if isinstance(leaf, Traced) and leaf.owner is self and not leaf.cell.known:
                 value = Value(name, call, place)
                 noted.setdefault(id(leaf), (leaf, value, leaf.made))
@@ -430,15 +439,24 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def watch_layer(self, stack: ExitStack, layer: nn.Module, name: str, number: int, *, ends: bool) -> None:
         """Watch a layer, which begins or ends at a boundary."""
+        before: list[Any] = []  # what is in mappings that it is given, so that identities stay
 
         def begin(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if number == 0 and not self.order:
                 self.pass_boundary(args[0] if args else next(iter(kwargs.values())))
             self.passed = max(self.passed, number + 1)  # a stage of the decoder does not run the encoder
+            before[:] = [entry for mapping in mappings_of(args, kwargs).values() for entry in mapping.values()]
             self.begin(name)
 
-        def end(_: nn.Module, __: Any, result: Any) -> None:
-            self.end(result)
+        def end(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+            besides: list[tuple[str, Any]] = []
+            for argument, mapping in mappings_of(args, kwargs).items():
+                for key, entry in mapping.items():
+                    if not any(entry is one for one in before) and tensors_in(entry):
+                        besides += [(place_in(argument, key) + below, leaf) for below, leaf in named_leaves(entry)]
+                        entries = self.filled.setdefault(name, {}).setdefault(argument, {})
+                        entries.setdefault(key, tree_map_only(Tensor, _nothing, entry))
+            self.end(result, besides)
             self.order.append(number)
             if ends:
                 self.pass_boundary(result)
@@ -449,7 +467,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.results_inside.setdefault(path, tree_map_only(Tensor, _nothing, result))
 
         stack.enter_context(layer.register_forward_pre_hook(begin, with_kwargs=True))
-        stack.enter_context(layer.register_forward_hook(end))
+        stack.enter_context(layer.register_forward_hook(end, with_kwargs=True))
         for path, module in layer.named_modules(prefix=name):
             if module is not layer:
                 stack.enter_context(module.register_forward_hook(partial(inside, path)))

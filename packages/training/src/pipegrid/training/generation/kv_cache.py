@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from pipegrid.stages import Assignment
 from pipegrid.stages.errors import CutError
 from pipegrid.stages.slicing.slices import other_states, require_length
-from pipegrid.stages.transformers_compat import cache_name, require_known_names
+from pipegrid.stages.transformers_compat import cache_name, keeps_states, require_known_names
 from pipegrid.training.errors import GenerationError
 
 
@@ -27,6 +28,8 @@ class KVCache:
         new: tokens that are generated at most.
         mask: ``[batch, length]``, 1 where a token counts; None before the first pass.
         flags: arguments of the first pass that are no tensors; further passes have them as well.
+        others: the entries of kinds that no layer of the stage has, which count tokens alone: the model may make masks
+            by them for layers that read the keys of others.
     """
 
     cache: Any
@@ -36,6 +39,8 @@ class KVCache:
     new: int
     mask: Tensor | None = None
     flags: dict[str, Any] = field(factory=dict)
+    others: Sequence[Any] = ()
+    _passed: int = field(default=0, init=False)  # tokens of the pass before
 
     def inputs(self, given: dict[str, Any], batch: int, length: int, device: torch.device) -> dict[str, Any]:
         """The arguments of a forward over ``length`` further tokens: those ``given``, with cache, mask and positions.
@@ -50,6 +55,8 @@ class KVCache:
                     "layers that keep their keys and values in the cache that the model was called with"
                 )
             mask = torch.cat((self.mask, self.mask.new_ones(batch, length)), dim=1)
+            for entry in self.others:
+                entry.update(*[torch.zeros(1, 1, self._passed, 1, device=device)] * 2)
         elif mask is None:
             mask = torch.ones(batch, length, dtype=torch.long, device=device)
         elif not mask[:, -1].all():
@@ -60,7 +67,7 @@ class KVCache:
         if self.mask is None:
             require_length(self.whole, mask.shape[1] + self.new - 1, "prompt and new tokens are", GenerationError)
             self.flags = {name: value for name, value in given.items() if isinstance(value, (bool, int, float, str))}
-        self.mask = mask
+        self.mask, self._passed = mask, length
         positions = (mask.long().cumsum(-1) - 1).clamp(min=0)[:, -length:]
         return {
             "position_ids": positions,
@@ -76,7 +83,8 @@ def kv_cache_of(whole: nn.Module, assignment: Assignment, stage: int, new: int) 
     """The KV cache of a stage, for at most ``new`` tokens.
 
     A model asks the entry of some layer, often the first, how many tokens the cache has; so the entry of a layer on
-    another stage, which stays empty, is an own layer's of the same kind (full or sliding), where there is one.
+    another stage, which stays empty, is an own layer's of the same kind (full or sliding), where there is one. Else it
+    counts tokens.
     """
     config = getattr(whole, "config", None)
     if config is None or len(assignment.lists) != 1:
@@ -111,10 +119,14 @@ def kv_cache_of(whole: nn.Module, assignment: Assignment, stage: int, new: int) 
     from transformers import DynamicCache  # only here is Hugging Face needed
 
     cache = DynamicCache(config=config)
-    kept = dict(zip(assignment.layers, cache.layers, strict=False))  # some layers read the entry of an earlier one
+    entries = zip(assignment.layers, cache.layers, strict=False)  # some layers read the entry of an earlier one
+    kept = {layer: entry for layer, entry in entries if keeps_states(entry)}
     own = {layer: entry for layer, entry in kept.items() if assignment.stage_of_layer[layer] == stage}
-    for number, (layer, entry) in enumerate(kept.items()):
+    others: list[Any] = []
+    for layer, entry in kept.items():
         alike = next((one for one in own.values() if type(one) is type(entry)), None)
-        if layer not in own and alike is not None:
-            cache.layers[number] = alike
-    return KVCache(cache, argument, own, whole, new)
+        if alike is None:
+            others.append(entry)
+        elif layer not in own:
+            cache.layers[assignment.layers.index(layer)] = alike
+    return KVCache(cache, argument, own, whole, new, others=others)

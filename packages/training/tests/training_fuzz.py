@@ -337,7 +337,8 @@ def edited(model, edit):
         case "share memory":
             blocks[one].linear.weight.data = blocks[other].linear.weight.data
         case "copy a block by load_state_dict" if blocks[one].kind == blocks[other].kind:
-            blocks[one].load_state_dict(blocks[other].state_dict(), assign=choose.random() < 0.3)
+            # One of them may have a buffer that an edit before has made.
+            blocks[one].load_state_dict(blocks[other].state_dict(), strict=False, assign=choose.random() < 0.3)
         case "copy a block by copy_":
             with torch.no_grad():
                 blocks[one].linear.weight.copy_(blocks[other].linear.weight)

@@ -118,9 +118,9 @@ def test_each_unit_is_read_once_in_the_plan_of_all(data):
     assert list(expected) == list(routes.calls("vision"))
     for replica in range(routes.num_replicas):
         own = [number for number in expected if routes.home(number) == replica]
-        here = StageUnits(1.0, "vision", replica, routes, own)
+        here = StageUnits("vision", replica, routes, own)
         assert here.in_order_at_home
-        assert StageUnits(1.0, "vision", replica, routes, own[1:]).in_order_at_home == (not own)
+        assert StageUnits("vision", replica, routes, own[1:]).in_order_at_home == (not own)
         for number in own:
             assert here.units(number) == expected[number]
             assert here.served(number) == len(expected[number])
@@ -136,7 +136,7 @@ def test_each_unit_is_read_once_in_the_plans_of_replicas_alone(data):
         if not count:
             continue
         calls = range(count) if planned is None else planned.calls("vision")
-        here = StageUnits(1.0, "vision", replica, planned, calls)
+        here = StageUnits("vision", replica, planned, calls)
         assert here.in_order_at_home
         first = routes.units_of(replica).start
         found = {first + number: here.units(number) for number in calls}
@@ -158,7 +158,7 @@ def test_all_losses_weigh_the_same(units):
 
 
 def test_routes_of_one_replica_are_those_of_each():
-    here = StageUnits(4, "vision", 2, Routes([4], skips={"vision": [1]}), [0, 2, 3])
+    here = StageUnits("vision", 2, Routes([4], skips={"vision": [1]}), [0, 2, 3])
     assert here.units(2) == [(2, 2)]
     assert here.in_order_at_home
 

@@ -22,6 +22,7 @@ from pipegrid.gradients.reduction import StepGradients, observed
 from pipegrid.plans.plan import Action, Routes
 from pipegrid.schedules.megatron.config import OF_MEGATRON, PipelineConfig, aux_loss_scalers, config_of, option
 from pipegrid.schedules.megatron.place import sharding_key
+from pipegrid.schedules.megatron.units.batches import UnitBatches
 from pipegrid.schedules.runtime import Hook, MessageHook
 
 
@@ -93,6 +94,15 @@ class StepCall:
     last: LastStep | None = None
 
 
+def has_unit_batches(data_iterator: Any) -> bool:
+    """Whether an argument ``data_iterator`` is `UnitBatches`, of one stage at least."""
+    if isinstance(data_iterator, Mapping):
+        return any(map(has_unit_batches, data_iterator.values()))
+    if isinstance(data_iterator, (list, tuple)):
+        return any(map(has_unit_batches, data_iterator))
+    return isinstance(data_iterator, UnitBatches)
+
+
 class StepKey(NamedTuple):
     """What decides how a step runs; a tuple of plain values, in which models are weak references.
 
@@ -101,6 +111,7 @@ class StepKey(NamedTuple):
         communicator: compared by identity, as communicators are.
         num_microbatches: with its type, because ``True == 1``.
         routes: where replicas differ.
+        by_unit: data is asked for by the home replica of a microbatch.
         sizes: ``seq_length``, ``micro_batch_size`` and ``decoder_seq_length``.
         adjusts: whether there is an ``adjust_tensor_shapes_fn``, which each call asks anew.
         models: those of the call, flat, and ``nesting``, how they are nested in it.
@@ -114,6 +125,7 @@ class StepKey(NamedTuple):
     communicator: Any
     num_microbatches: tuple[type, int]
     routes: Routes | None
+    by_unit: bool
     forward_only: bool
     collect_non_loss_data: bool
     sizes: tuple[int | None, ...]
@@ -135,6 +147,7 @@ def step_key(
         call.p2p_communicator,
         (type(call.num_microbatches), call.num_microbatches),
         call.routes,
+        has_unit_batches(call.data_iterator),
         call.forward_only,
         call.collect_non_loss_data,
         (call.seq_length, call.micro_batch_size, call.decoder_seq_length),

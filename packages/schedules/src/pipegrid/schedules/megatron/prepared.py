@@ -36,6 +36,7 @@ from pipegrid.schedules.megatron.call import (
     StepCall,
     by_stage,
     flat,
+    has_unit_batches,
     require_forward_step,
     step_key,
 )
@@ -55,19 +56,24 @@ from pipegrid.schedules.megatron.kinds import (
     require_in_place,
     require_sliced,
 )
-from pipegrid.schedules.megatron.place import Place, PlanNeeds, sharding_key
+from pipegrid.schedules.megatron.place import (
+    Place,
+    PlanNeeds,
+    checkpointed_on,
+    chunk_numbers,
+    forwards_on,
+    sharding_key,
+)
 from pipegrid.schedules.megatron.shapes import AnnouncedShapes, SentShape, announced_shapes, sent_shape
 from pipegrid.schedules.megatron.stage import MegatronStage, SkippingStage, takes_part
 from pipegrid.schedules.megatron.units.numbers import (
     StageUnits,
-    checkpointed_on,
-    chunk_numbers,
-    forwards_on,
     planned_routes,
     replica_of,
     require_equal_routes,
     units_per_replica,
 )
+from pipegrid.schedules.megatron.units.stage import RoutedSkippingStage, RoutedStage
 from pipegrid.schedules.runtime import Hook, PipelineError, PipelineRuntime, position_of
 
 _KEPT = 8  # per model: training and evaluation, each with a few numbers of microbatches, or routes
@@ -167,7 +173,6 @@ class PreparedStep:
         state: shared with the other steps of the model.
         place: this rank's stages in the job.
         routes: where replicas differ; None where they act alike.
-        replica: of this rank; None where it is not known.
         actor: the row of the plan that this rank runs.
         policy: of gradients; None in an evaluation.
         agreement: what neighbours compare of the policy.
@@ -201,8 +206,9 @@ class PreparedStep:
         self.waiting = Waiting(option(config, "deadline"), option(config, "monitor"), of_step=True)
         ties = () if call.forward_only else required_ties(models=[*models.values()], config=config, stages=list(models))
         sharding = sharding_key(option(config, "shard"), checked_option(config, "prefetch"))
-        self.replica = replica_of(call, self.place)
-        planned = None if routes is None else planned_routes(routes, self.replica or 0, num_ties=len(ties))
+        by_unit = call.routes is not None or has_unit_batches(call.data_iterator)
+        replica = replica_of(call, self.place) if by_unit else None
+        planned = None if routes is None else planned_routes(routes, replica or 0, num_ties=len(ties))
         most = num_microbatches if planned is None else max(planned.units)
         proof = kind.proof(kind, self.place, PlanNeeds(most, tied_stages(ties), sharding, planned), config)
         self.plan = plan = proof.plan
@@ -212,7 +218,7 @@ class PreparedStep:
         require_in_place(models, plan.graph)
         if plan.num_slices > 1:
             require_sliced(models, config, plan.num_slices)
-        number = None if planned is None else 0 if planned.num_replicas == 1 else self.replica
+        number = None if planned is None else 0 if planned.num_replicas == 1 else replica
         self.actor = position_of(plan, models, number)
         self.policy = self._policy(call, models, config)
         self.agreement = "" if self.policy is None else self.policy.agreement
@@ -227,7 +233,7 @@ class PreparedStep:
         self.by_unit = self.policy is not None and checked_option(config, "grad_add") == "by_unit"
         self.early = not self.by_unit and self._starts_early(call, models, config)
         self.last_backwards: Mapping[int, int] = last_backwards(plan, self.actor)
-        self.stages = self._stages(call, models, config)
+        self.stages = self._stages(call, models, config, by_unit, replica)
         self.ties = tuple(tie.name for tie in ties)
         self._config: Any = None
         self._reduce_tie: Callable[[str], None] = _nothing
@@ -279,23 +285,25 @@ class PreparedStep:
             and not option(config, "defer_embedding_wgrad_compute")  # deferred gradients come after the last backward
         )
 
-    def _stages(self, call: StepCall, models: Models, config: Any) -> dict[int, MegatronStage]:
+    def _stages(
+        self, call: StepCall, models: Models, config: Any, by_unit: bool, replica: int | None
+    ) -> dict[int, MegatronStage]:
         plan, factors = self.plan, {} if self.policy is None else self.policy.loss_factors
         chunks = chunk_numbers(plan, models)
         expected = None if plan.num_slices > 1 else _sent_shape(call, self.place, config)
-        divisor = plan.num_microbatches if self.routes is None else units_per_replica(self.routes)
-        partial: int | None = option(config, CHECKPOINTS)
-        return {
-            stage: (SkippingStage if takes_part(plan.graph, stage, model) else MegatronStage)(
+        checkpoints: int | None = option(config, CHECKPOINTS)
+        stages: dict[int, MegatronStage] = {}
+        for stage, model in models.items():
+            skips, order = takes_part(plan.graph, stage, model), tuple(forwards_on(plan, self.actor, stage))
+            kind: Callable[..., MegatronStage] = SkippingStage if skips else MegatronStage
+            if by_unit:
+                units = StageUnits(self.place.module_of(stage), replica, plan.routes, order)
+                kind = partial(RoutedSkippingStage if skips else RoutedStage, units=units)
+            stages[stage] = kind(
                 graph=plan.graph,
                 stage=stage,
-                units=StageUnits(
-                    divisor,
-                    self.place.module_of(stage),
-                    self.replica,
-                    plan.routes,
-                    tuple(forwards_on(plan, self.actor, stage)),
-                ),
+                first=order[0] if order else None,
+                divisor=plan.num_microbatches if self.routes is None else units_per_replica(self.routes),
                 num_slices=plan.num_slices,
                 cp_group=group_of(call.pg_collection, self.place.module_of(stage), "cp"),
                 forward_only=call.forward_only,
@@ -304,11 +312,10 @@ class PreparedStep:
                 per_token=bool(option(config, "calculate_per_token_loss")),
                 weighted=self.policy is not None and self.policy.weighted,
                 loss_factor=factors.get(stage, 1.0),
-                checkpointed=None if partial is None else checkpointed_on(plan, self.actor, stage, partial),
+                checkpointed=None if checkpoints is None else checkpointed_on(plan, self.actor, stage, checkpoints),
                 vp_stage=chunks.get(stage),
             )
-            for stage, model in models.items()
-        }
+        return stages
 
     def announced(self, call: StepCall, config: Any) -> AnnouncedShapes:
         """Shapes of messages by the ``adjust_tensor_shapes_fn`` of ``call``, which has one."""

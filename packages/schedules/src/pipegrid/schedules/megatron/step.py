@@ -25,6 +25,7 @@ from pipegrid.schedules.megatron.no_sync import no_sync_hooks, sync_gradients, s
 from pipegrid.schedules.megatron.prepared import PreparedStep, prepared_step
 from pipegrid.schedules.megatron.units.by_unit import UnitGradients, require_addable_by_unit
 from pipegrid.schedules.megatron.units.numbers import require_equal_routes
+from pipegrid.schedules.megatron.units.stage import RoutedStage
 from pipegrid.schedules.runtime import Hook
 
 _AS_IT_IS: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
@@ -161,8 +162,9 @@ def _unit_gradients(prepared: PreparedStep, gradients: StepGradients, routes: Ro
     require_addable_by_unit(gradients.reduction, gradients.config)
 
     def unit_of(stage: int, number: int) -> tuple[int, int]:
-        units = prepared.stages[stage].units
-        return units.home(number) or 0, units.microbatch(number)
+        routed = prepared.stages[stage]
+        assert isinstance(routed, RoutedStage)  # of a call with routes
+        return routed.units.home(number) or 0, routed.units.microbatch(number)
 
     units = [(replica, number) for replica, count in enumerate(routes.units) for number in range(count)]
     return UnitGradients(gradients.models, units, unit_of)

@@ -20,7 +20,7 @@ from pipegrid.core.fields import shown
 from pipegrid.gradients.groups import collections_by_name
 from pipegrid.gradients.reduction import StepGradients, observed
 from pipegrid.plans.plan import Action, Routes
-from pipegrid.schedules.megatron.config import OF_MEGATRON, PipelineConfig, aux_loss_scalers, config_of, option
+from pipegrid.schedules.megatron.config import OF_MEGATRON, aux_loss_scalers, config_of, option
 from pipegrid.schedules.megatron.place import sharding_key
 from pipegrid.schedules.megatron.units.batches import UnitBatches
 from pipegrid.schedules.runtime import Hook, MessageHook
@@ -52,6 +52,10 @@ class LossSums:
             assert self._wait is not None  # `begin` comes before
             self._found = self._wait()
         return self._found
+
+    def tokens(self) -> torch.Tensor:
+        """Those of the job."""
+        return self.wait()[1]
 
 
 @define(eq=False)
@@ -139,22 +143,22 @@ class StepKey(NamedTuple):
 
 
 def step_key(
-    kind: object, call: StepCall, nesting: object, models: tuple[Any, ...], config: Any, known: KnownOptions
+    kind: object, call: StepCall, nesting: object, models: tuple[Any, ...], config: Any, options: tuple[object, ...]
 ) -> StepKey:
-    """The key of ``call``, whose models are nested so (`flat`) and have ``config``; ``known``: of these."""
+    """The key of ``call``, whose models are nested so (`flat`) and have ``config`` with ``options`` (`options_of`)."""
     return StepKey(
         kind,
         call.p2p_communicator,
         (type(call.num_microbatches), call.num_microbatches),
         call.routes,
-        has_unit_batches(call.data_iterator),
+        isinstance(call.data_iterator, (list, tuple, Mapping, UnitBatches)) and has_unit_batches(call.data_iterator),
         call.forward_only,
         call.collect_non_loss_data,
         (call.seq_length, call.micro_batch_size, call.decoder_seq_length),
         call.adjust_tensor_shapes_fn is not None,
         nesting,
         tuple(map(weakref.ref, models)),
-        (len(models) == 1 or have_one_config(models), bool(aux_loss_scalers(config)), *known.of(config)),
+        (len(models) == 1 or have_one_config(models), bool(aux_loss_scalers(config)), *options),
         () if call.pg_collection is None else _groups(call.pg_collection),
         tuple([vars(model).get("stage_of_layout") for model in models]),  # a module is slow to say what it lacks
         observed(models),
@@ -291,22 +295,6 @@ def options_of(config: Any) -> tuple[object, ...]:
         (bool(hooks), any(isinstance(hook, MessageHook) for hook in hooks)),
         tuple((tie.name, tie.stages, tuple(map(id, tie.copies))) for tie in option(config, "tied_parameters")),
     )
-
-
-@define(eq=False)
-class KnownOptions:
-    """`options_of` the last config of a model, where it cannot change."""
-
-    _config: weakref.ref[PipelineConfig] | None = field(default=None, init=False)
-    _options: tuple[object, ...] = field(default=(), init=False)
-
-    def of(self, config: Any) -> tuple[object, ...]:
-        """The options of ``config``."""
-        if type(config) is not PipelineConfig or isinstance(config.shard, dict):
-            return options_of(config)
-        if self._config is None or self._config() is not config:
-            self._config, self._options = weakref.ref(config), options_of(config)
-        return self._options
 
 
 _GROUPS = ("dp", "dp_cp", "cp", "tp", "expt_dp", "expt_tp")

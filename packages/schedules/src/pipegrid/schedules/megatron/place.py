@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from functools import cached_property, lru_cache
 from typing import Any, TypeAlias
 
@@ -232,14 +231,6 @@ def interleaved_proof(
         num_ranks, needs.num_microbatches, num_chunks=num_chunks, group_size=group_size, overlap=overlap
     )
     return needs.proof(computes, receives=receives)
-
-
-def chunk_numbers(plan: Plan, stages: Iterable[int]) -> dict[int, int]:
-    """The chunk number of each stage, for modules with several stages on this rank."""
-    by_module: dict[str, list[int]] = {}
-    for stage in stages:
-        by_module.setdefault(plan.graph.module_of(stage)[0], []).append(stage)
-    return {stage: chunk for held in by_module.values() if len(held) > 1 for chunk, stage in enumerate(held)}
 
 
 def forwards_on(plan: Plan, position: int, stage: int) -> dict[int, int]:

@@ -32,11 +32,11 @@ from pipegrid.plans.plan import ActionKind, Plan
 from pipegrid.schedules.megatron.call import (
     CHECKPOINTS,
     CallHooks,
-    KnownOptions,
     StepCall,
     by_stage,
     flat,
     has_unit_batches,
+    options_of,
     require_forward_step,
     step_key,
 )
@@ -60,11 +60,10 @@ from pipegrid.schedules.megatron.place import (
     Place,
     PlanNeeds,
     checkpointed_on,
-    chunk_numbers,
     forwards_on,
     sharding_key,
 )
-from pipegrid.schedules.megatron.shapes import AnnouncedShapes, SentShape, announced_shapes, sent_shape
+from pipegrid.schedules.megatron.shapes import AnnouncedShapes, announced_shapes, sent_shape
 from pipegrid.schedules.megatron.stage import MegatronStage, SkippingStage, takes_part
 from pipegrid.schedules.megatron.units.numbers import (
     StageUnits,
@@ -105,12 +104,20 @@ class ModelState:
             steps: where one of the replicas alone has prepared another, its comparison would meet a reduction of the
             others.
         running: inside a step.
-        options: of their config.
     """
 
     compared: Mapping[str, object] | None = None
     running: PreparedStep | None = None
-    options: KnownOptions = field(factory=KnownOptions, init=False)
+    _config: weakref.ref[PipelineConfig] | None = field(default=None, init=False)
+    _options: tuple[object, ...] = field(default=(), init=False)
+
+    def options_of(self, config: Any) -> tuple[object, ...]:
+        """`options_of` a config, once where it is the last one and cannot change."""
+        if type(config) is not PipelineConfig or isinstance(config.shard, dict):
+            return options_of(config)
+        if self._config is None or self._config() is not config:
+            self._config, self._options = weakref.ref(config), options_of(config)
+        return self._options
 
 
 _STEPS: weakref.WeakKeyDictionary[torch.nn.Module, list[PreparedStep]] = weakref.WeakKeyDictionary()
@@ -134,7 +141,7 @@ def prepared_step(kind: StepKind, call: StepCall) -> tuple[PreparedStep, Any]:
     if kept:
         config = config_of(first)
         try:
-            key = step_key(kind, call, nesting, models, config, kept[0].state.options)
+            key = step_key(kind, call, nesting, models, config, kept[0].state.options_of(config))
         except TypeError:
             require_options(config)
             raise
@@ -179,6 +186,7 @@ class PreparedStep:
         autocasts: forwards run in an autocast context.
         hooked: calls have hooks, of the config or of the step function.
         watches: attached losses are looked for.
+        expected: the shape of sent messages, where the arguments fix it.
         checkpoints: the config has `CHECKPOINTS`, so ``forward_step_func`` has a third argument.
         defers: gradients of the embedding are computed after the last backward.
         attaches: there are scalers of attached losses.
@@ -233,6 +241,9 @@ class PreparedStep:
         self.by_unit = self.policy is not None and checked_option(config, "grad_add") == "by_unit"
         self.early = not self.by_unit and self._starts_early(call, models, config)
         self.last_backwards: Mapping[int, int] = last_backwards(plan, self.actor)
+        sized = call.seq_length is not None and option(config, "hidden_size") is not None
+        single = len(plan.graph.modules) == 1 and plan.num_slices == 1
+        self.expected = sent_shape(**_sizes(call, self.place, config)) if sized and single else None
         self.stages = self._stages(call, models, config, by_unit, replica)
         self.ties = tuple(tie.name for tie in ties)
         self._config: Any = None
@@ -250,14 +261,15 @@ class PreparedStep:
             deallocate_outputs=bool(option(config, "deallocate_pipeline_outputs")),
             clone_outputs=bool(option(config, "clone_outputs")),
             deadline=option(config, "deadline"),
-            loss_scale=None if option(config, "grad_scale_func") is None else self._scale,
+            loss_scale=None if option(config, "grad_scale_func") is None else partial(self._call, "grad_scale_func"),
             monitor=option(config, "monitor"),
             failure_dir=option(config, "failure_dir"),
         )
         if option(config, "pair_func") is not None:
-            self.runtime.register(ActionKind.F_B, self._run_pair)
+            self.runtime.register(ActionKind.F_B, partial(self._call, "pair_func"))
         nesting, flat_models = flat(call.model)
-        self.key = step_key(kind, call, nesting, flat_models, config_of(flat_models[0]), state.options)
+        own = config_of(flat_models[0])
+        self.key = step_key(kind, call, nesting, flat_models, own, state.options_of(own))
 
     def _policy(self, call: StepCall, models: Models, config: Any) -> GradientPolicy | None:
         if call.forward_only:
@@ -289,8 +301,6 @@ class PreparedStep:
         self, call: StepCall, models: Models, config: Any, by_unit: bool, replica: int | None
     ) -> dict[int, MegatronStage]:
         plan, factors = self.plan, {} if self.policy is None else self.policy.loss_factors
-        chunks = chunk_numbers(plan, models)
-        expected = None if plan.num_slices > 1 else _sent_shape(call, self.place, config)
         checkpoints: int | None = option(config, CHECKPOINTS)
         stages: dict[int, MegatronStage] = {}
         for stage, model in models.items():
@@ -308,12 +318,10 @@ class PreparedStep:
                 cp_group=group_of(call.pg_collection, self.place.module_of(stage), "cp"),
                 forward_only=call.forward_only,
                 collect_non_loss_data=call.collect_non_loss_data,
-                expected=expected,
                 per_token=bool(option(config, "calculate_per_token_loss")),
                 weighted=self.policy is not None and self.policy.weighted,
                 loss_factor=factors.get(stage, 1.0),
                 checkpointed=None if checkpoints is None else checkpointed_on(plan, self.actor, stage, checkpoints),
-                vp_stage=chunks.get(stage),
             )
         return stages
 
@@ -363,6 +371,13 @@ class PreparedStep:
         """Store the hooks of a call, and its effect of a ``REDUCE`` of a tied parameter, by name."""
         self._hooks.current, self._reduce_tie = hooks, reduce_tie or _nothing
 
+    def _reduce(self, tie: str) -> None:
+        self._reduce_tie(tie)
+
+    def _call(self, name: str, *arguments: Any) -> Any:
+        """Call the function ``name`` of the running call's config."""
+        return option(self._config, name)(*arguments)
+
     def _reducers(self) -> dict[int | str, Callable[[], None]]:
         """The effects of the plan's reductions: `last_backwards` has those over replicas, which begin behind them."""
         found: dict[int | str, Callable[[], None]] = {name: partial(self._reduce, name) for name in self.ties}
@@ -371,30 +386,9 @@ class PreparedStep:
                 found[action.stage] = partial(_nothing, action.stage)
         return found
 
-    def scale_of_mean(self, stage: int, microbatch: int, of_cp_share: bool) -> float:
-        """See `MegatronStage.scale_of_mean`."""
-        return self.stages[stage].scale_of_mean(microbatch, of_cp_share)
-
-    def _reduce(self, name: str) -> None:
-        self._reduce_tie(name)
-
-    def _run_pair(self, *pair: Any) -> None:
-        option(self._config, "pair_func")(*pair)
-
-    def _scale(self, loss: torch.Tensor) -> torch.Tensor:
-        scaled: torch.Tensor = option(self._config, "grad_scale_func")(loss)
-        return scaled
-
 
 def _nothing(_: int | str) -> None:
     """A reduction that its hook begins, or that an evaluation does not have."""
-
-
-def _sent_shape(call: StepCall, place: Place, config: Any) -> SentShape | None:
-    """The shape that the sizes of ``call`` make all messages of a single module have; None where they do not."""
-    if call.seq_length is None or len(place.graph.modules) > 1:
-        return None
-    return sent_shape(**_sizes(call, place, config))
 
 
 def _sizes(call: StepCall, place: Place, config: Any) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from pipegrid.schedules.megatron.forward import (
     scaled_loss,
 )
 from pipegrid.schedules.megatron.shapes import AnnouncedShapes, SentShape
-from pipegrid.schedules.runtime import Forwarded, Slice, flatten
+from pipegrid.schedules.runtime import Forwarded, Slice
 
 
 @define(eq=False, kw_only=True)
@@ -38,9 +38,7 @@ class MegatronStage:
         stage: global number.
         first: the first microbatch of a step here.
         divisor: of mean losses: the microbatches of a step.
-        vp_stage: chunk of the module, on a rank with several.
         cp_group: context-parallel ranks of the module.
-        expected: the shape of sent messages, where the arguments fix it.
         per_token: losses are sums over tokens.
         weighted: what they count adds up to the microbatches of the job.
         loss_factor: factor of the stage's own loss, for a mean over its own replicas.
@@ -61,11 +59,9 @@ class MegatronStage:
     first: int | None
     divisor: float
     num_slices: int
-    vp_stage: int | None
     cp_group: Any
     forward_only: bool
     collect_non_loss_data: bool
-    expected: SentShape | None
     per_token: bool
     weighted: bool
     loss_factor: float
@@ -95,7 +91,7 @@ class MegatronStage:
         data_iterator: Any,
         model: torch.nn.Module,
         config: Any,
-        announced: AnnouncedShapes | None,
+        shapes: AnnouncedShapes | SentShape | None,
         context: Callable[[], AbstractContextManager[Any]] | None,
         scalers: tuple[AuxLossScaler, ...] | None,
     ) -> None:
@@ -103,8 +99,7 @@ class MegatronStage:
 
         ``context`` makes the autocast context of each forward, where there is one.
         """
-        self.model, self.config, self.scalers = model, config, scalers
-        self.shapes = announced or self.expected
+        self.model, self.config, self.shapes, self.scalers = model, config, shapes, scalers
         found = modules_with(modules_in(model), "current_microbatch", "current_slice")
         self.numbered = found["current_microbatch"]
         self.sliced = found["current_slice"] if self.num_slices > 1 else ()
@@ -156,7 +151,7 @@ class MegatronStage:
             found = self._with_loss(output, loss_func, microbatch, part)
         if self.scalers is not None and self.attached.left:
             self.attached.watch(
-                [found.loss, *flatten(list(found.outputs.values()))],
+                [found.loss, *found.outputs.values()],
                 microbatch,
                 [each.owner for each in self.scalers],
                 partial(self._scales, microbatch),
@@ -206,7 +201,6 @@ class MegatronStage:
             self.config,
             self.divisor,
             cp_group=self.cp_group,
-            vp_stage=self.vp_stage,
             per_token=self.per_token,
         )
         self.infos.append((microbatch, info))

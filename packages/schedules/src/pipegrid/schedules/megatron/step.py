@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from functools import partial
 from operator import itemgetter
 from typing import Any
 
@@ -17,7 +16,7 @@ from pipegrid.gradients.main_grad import set_aside
 from pipegrid.gradients.reduction import EarlyReduction, StepGradients
 from pipegrid.plans.plan import Plan, Routes
 from pipegrid.schedules.megatron.aux_losses import AuxLossScales, one_like
-from pipegrid.schedules.megatron.call import LossSums, StepCall, by_stage, require_forward_step
+from pipegrid.schedules.megatron.call import StepCall, by_stage, require_forward_step
 from pipegrid.schedules.megatron.config import aux_loss_scalers, option
 from pipegrid.schedules.megatron.forward import autocast_of
 from pipegrid.schedules.megatron.kinds import StepKind
@@ -36,14 +35,14 @@ def run_step(kind: StepKind, call: StepCall) -> list[Any]:
     prepared, config = prepared_step(kind, call)
     models = by_stage(prepared.place.held, call.model, "model")
     data_iterators = by_stage(prepared.place.held, call.data_iterator, "data_iterator")
-    announced = None if call.adjust_tensor_shapes_fn is None else prepared.announced(call, config)
+    shapes = prepared.expected if call.adjust_tensor_shapes_fn is None else prepared.announced(call, config)
     scalers = () if not prepared.attaches else aux_loss_scalers(config)
     watched = scalers if prepared.watches else None
     require_forward_step(call.forward_step_func, checkpoints=prepared.checkpoints)
     with prepared.running(config), contextlib.ExitStack() as outside:
         for stage, model in models.items():
             context = autocast_of(config, model) if prepared.autocasts else None
-            prepared.stages[stage].begin(call, data_iterators[stage], model, config, announced, context, watched)
+            prepared.stages[stage].begin(call, data_iterators[stage], model, config, shapes, context, watched)
         early = call.sums if call.sums is not None and call.sums.early else None
         beside = None if early is None else lambda: early.begin(infos_of(prepared))
         if prepared.policy is None:
@@ -119,29 +118,26 @@ def _train(
         tokens = None
         if call.sums is not None:
             call.sums.begin(infos_of(prepared))
-            tokens = partial(_second, call.sums)
+            tokens = call.sums.tokens
         counted = {}
         if gradients.policy.per_token:
             counted = {number: stage.num_tokens for number, stage in prepared.stages.items()}
         gradients.finish(counted, tokens, force_all_reduce=forced)
 
+    start = None if call.pg_collection is None else compare  # without groups there is nobody to compare with
     with _AS_IT_IS if reduction is None else set_aside(reduction.parameters):
-        prepared.runtime.step(start=compare, finish=finish, beside=beside, agree=prepared.agreement, batch=call.batch)
-
-
-def _second(sums: LossSums) -> torch.Tensor:
-    return sums.wait()[1]
+        prepared.runtime.step(start=start, finish=finish, beside=beside, agree=prepared.agreement, batch=call.batch)
 
 
 def _hooks(
     prepared: PreparedStep, gradients: StepGradients, units: UnitGradients | None, outside: contextlib.ExitStack
 ) -> Sequence[Hook]:
     """The hooks of one call; ``outside`` closes what they have opened."""
-    models, config = gradients.models, gradients.config
+    models, config, stages = gradients.models, gradients.config, prepared.stages
     hooks: Sequence[Hook] = option(config, "hooks")
     if prepared.scales:
         one = one_like(list(models.values()))
-        hooks = [*hooks, AuxLossScales(aux_loss_scalers(config), prepared.scale_of_mean, config, one)]
+        hooks = [*hooks, AuxLossScales(aux_loss_scalers(config), stages, config, one)]
     if prepared.syncs:
         hooks = [*hooks, *no_sync_hooks(prepared.plan, prepared.actor, config, models, outside)]
     if gradients.reduction is not None and prepared.early:

@@ -10,7 +10,7 @@ import contextlib
 import inspect
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from attrs import define, field, frozen
@@ -41,10 +41,14 @@ class LossSums:
     _wait: Callable[[], torch.Tensor] | None = field(default=None, init=False)
     _found: torch.Tensor | None = field(default=None, init=False)
 
+    @property
+    def begun(self) -> bool:
+        """Whether it was started."""
+        return self._wait is not None
+
     def begin(self, infos: list[Any]) -> None:
-        """Start, unless that was done."""
-        if self._wait is None:
-            self._wait = self.start(infos)
+        """Start; once."""
+        self._wait = self.start(infos)
 
     def wait(self) -> torch.Tensor:
         """The sums, which have been started."""
@@ -107,61 +111,30 @@ def has_unit_batches(data_iterator: Any) -> bool:
     return isinstance(data_iterator, UnitBatches)
 
 
-class StepKey(NamedTuple):
-    """What decides how a step runs; a tuple of plain values, in which models are weak references.
-
-    Attributes:
-        kind: what the step function runs (`pipegrid.schedules.megatron.kinds`).
-        communicator: compared by identity, as communicators are.
-        num_microbatches: with its type, because ``True == 1``.
-        routes: where replicas differ.
-        by_unit: data is asked for by the home replica of a microbatch.
-        sizes: ``seq_length``, ``micro_batch_size`` and ``decoder_seq_length``.
-        adjusts: whether there is an ``adjust_tensor_shapes_fn``, which each call asks anew.
-        models: those of the call, flat, and ``nesting``, how they are nested in it.
-        options: see `options_of`; and whether all models have one config.
-        groups: the process groups in ``pg_collection``.
-        places: ``stage_of_layout`` of each model.
-        marks: what the gradient policy reads off the parameters (`observed`).
-    """
-
-    kind: object
-    communicator: Any
-    num_microbatches: tuple[type, int]
-    routes: Routes | None
-    by_unit: bool
-    forward_only: bool
-    collect_non_loss_data: bool
-    sizes: tuple[int | None, ...]
-    adjusts: bool
-    nesting: object
-    models: tuple[weakref.ref[torch.nn.Module], ...]
-    options: tuple[object, ...]
-    groups: tuple[object, ...]
-    places: tuple[object, ...]
-    marks: tuple[object, ...]
-
-
 def step_key(
     kind: object, call: StepCall, nesting: object, models: tuple[Any, ...], config: Any, options: tuple[object, ...]
-) -> StepKey:
-    """The key of ``call``, whose models are nested so (`flat`) and have ``config`` with ``options`` (`options_of`)."""
-    return StepKey(
+) -> tuple[object, ...]:
+    """What decides how ``call`` runs: plain values, in which models are weak references.
+
+    ``nesting``: how its ``models`` are nested in it (`flat`); ``config``: of the first, with ``options``.
+    """
+    data = call.data_iterator
+    return (
         kind,
-        call.p2p_communicator,
-        (type(call.num_microbatches), call.num_microbatches),
+        call.p2p_communicator,  # compared by identity
+        (type(call.num_microbatches), call.num_microbatches),  # because True == 1
         call.routes,
-        isinstance(call.data_iterator, (list, tuple, Mapping, UnitBatches)) and has_unit_batches(call.data_iterator),
+        isinstance(data, (list, tuple, Mapping, UnitBatches)) and has_unit_batches(data),
         call.forward_only,
         call.collect_non_loss_data,
         (call.seq_length, call.micro_batch_size, call.decoder_seq_length),
-        call.adjust_tensor_shapes_fn is not None,
+        call.adjust_tensor_shapes_fn is not None,  # which each call asks anew
         nesting,
         tuple(map(weakref.ref, models)),
         (len(models) == 1 or have_one_config(models), bool(aux_loss_scalers(config)), *options),
         () if call.pg_collection is None else _groups(call.pg_collection),
         tuple([vars(model).get("stage_of_layout") for model in models]),  # a module is slow to say what it lacks
-        observed(models),
+        observed(models),  # what the gradient policy reads off the parameters
     )
 
 

@@ -1,6 +1,6 @@
 """What a step function derives from its arguments, once: the plan with its proof, the policy of gradients, the runtime.
 
-Deriving them costs as much as several steps of a small model; the next call with an equal `StepKey` derives nothing.
+Deriving them costs as much as several steps of a small model; the next call with an equal `step_key` derives nothing.
 They are kept in one weak dictionary by first model: between steps it holds no reference to a model, an iterator, a
 config or a hook, so a deleted model is freed at once, with all this.
 """
@@ -150,7 +150,7 @@ def prepared_step(kind: StepKind, call: StepCall) -> tuple[PreparedStep, Any]:
                 kept.remove(prepared)
                 kept.insert(0, prepared)
                 return prepared, config
-    kept = [prepared for prepared in kept if prepared.key.communicator is call.p2p_communicator][: _KEPT - 1]
+    kept = [prepared for prepared in kept if prepared.communicator is call.p2p_communicator][: _KEPT - 1]
     prepared = PreparedStep(kind, call, kept[0].state if kept else ModelState())
     _STEPS[models[0]] = [prepared, *kept]
     return prepared, config_of(models[0])
@@ -198,7 +198,7 @@ class PreparedStep:
     """
 
     def __init__(self, kind: StepKind, call: StepCall, state: ModelState) -> None:
-        self.state = state
+        self.state, self.communicator = state, call.p2p_communicator
         self.place = kind.place(kind, call)
         models = models_by_stage(kind, self.place, call.model)
         # Checked here already: before a runtime, and before the first message.

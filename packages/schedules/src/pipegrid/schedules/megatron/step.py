@@ -52,7 +52,7 @@ def run_step(kind: StepKind, call: StepCall) -> list[Any]:
         else:
             _train(prepared, prepared.gradients(call, models, config), call, outside, beside)
         infos = infos_of(prepared)
-        if call.sums is not None:
+        if call.sums is not None and not call.sums.begun:
             call.sums.begin(infos)
         return infos
 
@@ -114,15 +114,15 @@ def _train(
             sync_gradients(prepared.plan, config, models)
         if units is not None and reduction is not None:
             units.reduce(reduction, prepared.waiting)
-        forced = bool(call.force_all_reduce)
-        tokens = None
-        if call.sums is not None:
+        if call.sums is not None and not call.sums.begun:
             call.sums.begin(infos_of(prepared))
-            tokens = call.sums.tokens
-        counted = {}
-        if gradients.policy.per_token:
-            counted = {number: stage.num_tokens for number, stage in prepared.stages.items()}
-        gradients.finish(counted, tokens, force_all_reduce=forced)
+        if reduction is None and not gradients.policy.by_hand:
+            return
+        gradients.finish(
+            {number: stage.num_tokens for number, stage in prepared.stages.items()},
+            None if call.sums is None else call.sums.tokens,
+            force_all_reduce=bool(call.force_all_reduce),
+        )
 
     start = None if call.pg_collection is None else compare  # without groups there is nobody to compare with
     with _AS_IT_IS if reduction is None else set_aside(reduction.parameters):

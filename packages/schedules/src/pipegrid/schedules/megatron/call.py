@@ -286,11 +286,6 @@ class CallHooks:
     def __init__(self) -> None:
         self.current: Sequence[Hook] = ()
 
-    @staticmethod
-    def of(hooks: Sequence[Hook]) -> CallHooks:
-        """For calls with hooks such as ``hooks``: told of the ends of messages if one of these is."""
-        return CallMessageHooks() if any(isinstance(each, MessageHook) for each in hooks) else CallHooks()
-
     def before(self, action: Action) -> None:
         """See `Hook`."""
         for hook in self.current:

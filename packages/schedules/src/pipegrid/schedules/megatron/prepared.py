@@ -32,6 +32,7 @@ from pipegrid.plans.plan import ActionKind, Plan
 from pipegrid.schedules.megatron.call import (
     CHECKPOINTS,
     CallHooks,
+    CallMessageHooks,
     StepCall,
     by_stage,
     flat,
@@ -73,7 +74,7 @@ from pipegrid.schedules.megatron.units.numbers import (
     units_per_replica,
 )
 from pipegrid.schedules.megatron.units.stage import RoutedSkippingStage, RoutedStage
-from pipegrid.schedules.runtime import Hook, PipelineError, PipelineRuntime, position_of
+from pipegrid.schedules.runtime import Hook, MessageHook, PipelineError, PipelineRuntime, position_of
 
 _KEPT = 8  # per model: training and evaluation, each with a few numbers of microbatches, or routes
 
@@ -192,17 +193,14 @@ class PreparedStep:
         attaches: there are scalers of attached losses.
         early: reductions begin in the last backwards.
         by_unit: gradients are added in the order of units.
-        syncs: the config has a ``no_sync_func``; ``syncs_parameters``: a ``param_sync_func``; ``syncs_gradients``: a
-            ``grad_sync_func``.
-        scales: the scales of attached losses are set before each backward.
+        syncs_parameters: the config has a ``param_sync_func``; ``syncs_gradients``: a ``grad_sync_func``.
     """
 
     def __init__(self, kind: StepKind, call: StepCall, state: ModelState) -> None:
         self.state, self.communicator = state, call.p2p_communicator
         self.place = kind.place(kind, call)
         models = models_by_stage(kind, self.place, call.model)
-        # Checked here already: before a runtime, and before the first message.
-        by_stage(self.place.held, call.data_iterator, "data_iterator")
+        by_stage(self.place.held, call.data_iterator, "data_iterator")  # checked here already: before the first message
         config = config_of(next(iter(models.values())))
         require_options(config)
         routes = self.routes = None if call.routes is None or call.routes.is_identity else call.routes
@@ -221,36 +219,35 @@ class PreparedStep:
         proof = kind.proof(kind, self.place, PlanNeeds(most, tied_stages(ties), sharding, planned), config)
         self.plan = plan = proof.plan
         if planned is not None and planned.moves:  # lanes to other replicas are opened by these routes
-            held = {self.place.module_of(stage): model for stage, model in models.items()}
-            require_equal_routes(call.pg_collection, held, planned, self.waiting)
+            require_equal_routes(call.pg_collection, self.place, models, planned, self.waiting)
         require_in_place(models, plan.graph)
         if plan.num_slices > 1:
             require_sliced(models, config, plan.num_slices)
         number = None if planned is None else 0 if planned.num_replicas == 1 else replica
         self.actor = position_of(plan, models, number)
-        self.policy = self._policy(call, models, config)
+        self.policy = None if call.forward_only else self._policy(call, models, config)
         self.agreement = "" if self.policy is None else self.policy.agreement
-        self.syncs = self.policy is not None and option(config, "no_sync_func") is not None
         self.syncs_parameters = option(config, "param_sync_func") is not None
         self.syncs_gradients = option(config, "grad_sync_func") is not None
         self.defers = bool(option(config, "defer_embedding_wgrad_compute"))
         self.attaches = bool(aux_loss_scalers(config))
         self.watches = self.policy is not None and option(config, "aux_loss_scalers") is not None
         self.autocasts = bool(option(config, "enable_autocast"))
-        self.scales = self.policy is not None and self.attaches
         self.by_unit = self.policy is not None and checked_option(config, "grad_add") == "by_unit"
         self.early = not self.by_unit and self._starts_early(call, models, config)
         self.last_backwards: Mapping[int, int] = last_backwards(plan, self.actor)
-        sized = call.seq_length is not None and option(config, "hidden_size") is not None
-        single = len(plan.graph.modules) == 1 and plan.num_slices == 1
-        self.expected = sent_shape(**_sizes(call, self.place, config)) if sized and single else None
+        sized = call.seq_length is not None and option(config, "hidden_size") is not None and plan.num_slices == 1
+        self.expected = (
+            sent_shape(**_sizes(call, self.place, config)) if sized and len(plan.graph.modules) == 1 else None
+        )
         self.stages = self._stages(call, models, config, by_unit, replica)
         self.ties = tuple(tie.name for tie in ties)
         self._config: Any = None
         self._reduce_tie: Callable[[str], None] = _nothing
         hooks = option(config, "hooks")
-        self._hooks = CallHooks.of(hooks)
-        self.hooked = bool(hooks or self.syncs or self.scales or self.early or self.by_unit)
+        self._hooks = CallMessageHooks() if any(isinstance(one, MessageHook) for one in hooks) else CallHooks()
+        own = self.attaches or self.early or self.by_unit or option(config, "no_sync_func") is not None
+        self.hooked = bool(hooks) or (self.policy is not None and own)
         self.runtime = PipelineRuntime(
             proof,
             self.stages,
@@ -267,13 +264,10 @@ class PreparedStep:
         )
         if option(config, "pair_func") is not None:
             self.runtime.register(ActionKind.F_B, partial(self._call, "pair_func"))
-        nesting, flat_models = flat(call.model)
-        own = config_of(flat_models[0])
-        self.key = step_key(kind, call, nesting, flat_models, own, state.options_of(own))
+        config = config_of(flat(call.model)[1][0])
+        self.key = step_key(kind, call, *flat(call.model), config, state.options_of(config))
 
-    def _policy(self, call: StepCall, models: Models, config: Any) -> GradientPolicy | None:
-        if call.forward_only:
-            return None
+    def _policy(self, call: StepCall, models: Models, config: Any) -> GradientPolicy:
         routes, position = self.routes, self.actor % self.plan.positions_each
         return gradient_policy(
             models=models,

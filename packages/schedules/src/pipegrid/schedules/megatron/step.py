@@ -103,8 +103,7 @@ def _train(
     def compare() -> None:
         prepared.state.compared = gradients.compare(prepared.state.compared)
         if call.routes is not None:
-            held = {gradients.policy.names[stage]: model for stage, model in models.items()}
-            require_equal_routes(call.pg_collection, held, call.routes, prepared.waiting)
+            require_equal_routes(call.pg_collection, prepared.place, models, call.routes, prepared.waiting)
 
     def finish() -> None:
         outside.close()
@@ -135,10 +134,10 @@ def _hooks(
     """The hooks of one call; ``outside`` closes what they have opened."""
     models, config, stages = gradients.models, gradients.config, prepared.stages
     hooks: Sequence[Hook] = option(config, "hooks")
-    if prepared.scales:
+    if prepared.attaches:
         one = one_like(list(models.values()))
         hooks = [*hooks, AuxLossScales(aux_loss_scalers(config), stages, config, one)]
-    if prepared.syncs:
+    if option(config, "no_sync_func") is not None:
         hooks = [*hooks, *no_sync_hooks(prepared.plan, prepared.actor, config, models, outside)]
     if gradients.reduction is not None and prepared.early:
         early = EarlyReduction(gradients.reduction, prepared.last_backwards, gradients.trained)

@@ -172,10 +172,10 @@ def _require_same_replicas(job: JobTopology, routes: Routes) -> None:
 
 
 def require_equal_routes(
-    pg_collection: Any, modules: Mapping[str, torch.nn.Module], routes: Routes, waiting: Waiting
+    pg_collection: Any, place: Place, models: Mapping[int, torch.nn.Module], routes: Routes, waiting: Waiting
 ) -> None:
     """Raise DisagreementError on all replicas of a module where one has other ``routes``: divisors would differ."""
-    for name, module in modules.items():
+    for name, module in {place.module_of(stage): model for stage, model in models.items()}.items():
         group = None if pg_collection is None else replica_group(pg_collection, name)
         if group is None or group.size() == 1:
             continue

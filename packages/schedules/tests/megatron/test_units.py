@@ -336,10 +336,10 @@ def test_ranks_agree_on_routes_and_find_others(ranks):
     assert len(set(texts_of_ranks(routes.digest, dist.group.WORLD, ranks.device, Waiting(30.0)).values())) == 1
     groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     collection = Groups(dp=groups[ranks.rank % 2])
-    held = {"model": nn.Linear(1, 1).to(ranks.device)}
-    require_equal_routes(collection, held, routes, Waiting(30.0))
+    place, held = SimpleNamespace(module_of=lambda stage: "model"), {0: nn.Linear(1, 1).to(ranks.device)}
+    require_equal_routes(collection, place, held, routes, Waiting(30.0))
     other = Routes([5, 4]) if replica else routes
     with pytest.raises(DisagreementError, match=f"replicas of module 'model' have other routes: .*{other.digest}"):
-        require_equal_routes(collection, held, other, Waiting(30.0))
+        require_equal_routes(collection, place, held, other, Waiting(30.0))
     with pytest.raises(DisagreementError, match="num_microbatches of replica 0 0; rank 1"):
         agree_on_routes(ranks.rank, replica=replica, deadline=30.0)

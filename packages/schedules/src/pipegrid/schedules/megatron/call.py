@@ -34,21 +34,18 @@ class LossSums:
         start: starts to add up what all ranks have found, from the ``info`` of each loss of this one; what it returns
             waits for the sums: float64, of which the second is that of the tokens.
         early: it is called behind the last forward of this rank and the next send; else behind its last backward.
+        begun: it was called.
     """
 
     start: Callable[[list[Any]], Callable[[], torch.Tensor]]
     early: bool
+    begun: bool = field(default=False, init=False)
     _wait: Callable[[], torch.Tensor] | None = field(default=None, init=False)
     _found: torch.Tensor | None = field(default=None, init=False)
 
-    @property
-    def begun(self) -> bool:
-        """Whether it was started."""
-        return self._wait is not None
-
     def begin(self, infos: list[Any]) -> None:
         """Start; once."""
-        self._wait = self.start(infos)
+        self.begun, self._wait = True, self.start(infos)
 
     def wait(self) -> torch.Tensor:
         """The sums, which have been started."""

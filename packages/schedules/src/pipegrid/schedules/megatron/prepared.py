@@ -19,13 +19,7 @@ from attrs import define, field
 from pipegrid.core.errors import StepArgumentError
 from pipegrid.core.fields import Count, Index, checked
 from pipegrid.gradients.groups import group_of
-from pipegrid.gradients.reduction import (
-    GradientPolicy,
-    StepGradients,
-    gradient_policy,
-    required_ties,
-    tied_stages,
-)
+from pipegrid.gradients.reduction import GradientPolicy, StepGradients, gradient_policy, required_ties, tied_stages
 from pipegrid.gradients.reduction.policy import Models
 from pipegrid.monitor.collectives import Waiting
 from pipegrid.plans.plan import ActionKind, Plan
@@ -57,13 +51,7 @@ from pipegrid.schedules.megatron.kinds import (
     require_in_place,
     require_sliced,
 )
-from pipegrid.schedules.megatron.place import (
-    Place,
-    PlanNeeds,
-    checkpointed_on,
-    forwards_on,
-    sharding_key,
-)
+from pipegrid.schedules.megatron.place import Place, PlanNeeds, checkpointed_on, forwards_on, sharding_key
 from pipegrid.schedules.megatron.shapes import AnnouncedShapes, announced_shapes, sent_shape
 from pipegrid.schedules.megatron.stage import MegatronStage, SkippingStage, takes_part
 from pipegrid.schedules.megatron.units.numbers import (

@@ -18,21 +18,18 @@ from pipegrid.schedules.errors import StageOutputError
 from pipegrid.schedules.megatron.aux_losses import AttachedLosses, grad_scale, one_like
 from pipegrid.schedules.megatron.call import StepCall
 from pipegrid.schedules.megatron.config import AuxLossScaler, unwrapped_attribute
-from pipegrid.schedules.megatron.forward import (
-    WithLoss,
-    modules_with,
-    run_model,
-    scaled_loss,
-)
+from pipegrid.schedules.megatron.forward import WithLoss, modules_with, run_model, scaled_loss
 from pipegrid.schedules.megatron.shapes import AnnouncedShapes, SentShape
 from pipegrid.schedules.runtime import Forwarded, Slice
 
 
 @define(eq=False, kw_only=True)
 class MegatronStage:
-    """Runs one microbatch of one stage through `run_model`.
+    """The forward of each microbatch on one stage, as Megatron's ``forward_step``, where replicas act alike.
 
-    In a graph of several modules, inputs are a dict by source module, and the output is one by the stage's own module.
+    ``forward_step_func`` runs the model (`run_model`); its output goes to the next stages or, on a last one, through
+    the loss function. What it needs of a call is set by `begin` and dropped by `end`. In a graph of several modules,
+    inputs are a dict by source module, and the output is one by the stage's own module.
 
     Attributes:
         stage: global number.
@@ -196,19 +193,16 @@ class MegatronStage:
                 "the loss function returned (loss, num_tokens, info) for a slice: the mean over a microbatch needs the "
                 "tokens of all its slices. Set calculate_per_token_loss, or return (loss, info) with the slice's share"
             )
+        per_token = self.per_token
         loss, num_tokens, info = scaled_loss(
-            result,
-            self.config,
-            self.divisor,
-            cp_group=self.cp_group,
-            per_token=self.per_token,
+            result, self.config, self.divisor, cp_group=self.cp_group, per_token=per_token
         )
         self.infos.append((microbatch, info))
-        if self.per_token and num_tokens is not None:
+        if per_token and num_tokens is not None:
             self.num_tokens = num_tokens if self.num_tokens is None else self.num_tokens + num_tokens
         if self.forward_only:
             return Forwarded({})
-        return Forwarded({}, loss if self.per_token or self.loss_factor == 1.0 else loss * self.loss_factor)
+        return Forwarded({}, loss if per_token or self.loss_factor == 1.0 else loss * self.loss_factor)
 
     def _own_loss(self, loss: torch.Tensor, microbatch: int) -> torch.Tensor | None:
         """A stage's own mean loss, scaled like the loss of the last stage."""

@@ -20,10 +20,7 @@ from attrs import evolve
 from pipegrid.autograd import compiled_modules
 from pipegrid.core.errors import StepArgumentError
 from pipegrid.core.fields import Seconds, checked, instance
-from pipegrid.monitor import (
-    FIRST_STEP_SECONDS,
-    JobFailedError,
-)
+from pipegrid.monitor import FIRST_STEP_SECONDS, JobFailedError
 from pipegrid.plans.plan import ActionKind
 from pipegrid.plans.simulate import simulate, unit_costs
 from pipegrid.plans.verify import Proof

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from attrs import define, field
@@ -24,9 +24,6 @@ from pipegrid.schedules.errors import StageOutputError
 from pipegrid.schedules.megatron.config import AuxLossScaler, option
 from pipegrid.schedules.runtime import flatten
 
-if TYPE_CHECKING:
-    from pipegrid.schedules.megatron.stage import MegatronStage
-
 _BACKWARDS = (ActionKind.B, ActionKind.I, ActionKind.W)
 _WATCHED = 2
 """Forwards of a stage: a gradient that does not depend on the one that arrives is the same in both."""
@@ -38,13 +35,14 @@ class AuxLossScales:
 
     Attributes:
         scalers: of the call.
-        stages: tell what the step multiplies a mean loss of a microbatch by.
+        scale_of: what the step multiplies a mean loss of a microbatch by, by stage; the second argument as
+            `AuxLossScaler.of_cp_share`.
         config: of the call.
         one: a mean loss, as a scalar on the device of the stages.
     """
 
     scalers: Sequence[AuxLossScaler]
-    stages: Mapping[int, MegatronStage]
+    scale_of: Mapping[int, Callable[[int, bool], float]]
     config: Any
     one: torch.Tensor
     _scales: dict[tuple[str | None, float], torch.Tensor] = field(factory=dict, init=False)
@@ -55,7 +53,7 @@ class AuxLossScales:
             return
         assert action.microbatch is not None  # of every compute
         for scaler in self.scalers:
-            factor = self.stages[action.stage].scale_of_mean(action.microbatch, scaler.of_cp_share)
+            factor = self.scale_of[action.stage](action.microbatch, scaler.of_cp_share)
             key = (scaler.grad_scale, factor)
             if key not in self._scales:
                 self._scales[key] = grad_scale(self.config, self.one, scaler.grad_scale) * factor

@@ -22,7 +22,6 @@ from pipegrid.gradients.reduction import StepGradients, observed
 from pipegrid.plans.plan import Action, Routes
 from pipegrid.schedules.megatron.config import OF_MEGATRON, aux_loss_scalers, config_of, option
 from pipegrid.schedules.megatron.place import sharding_key
-from pipegrid.schedules.megatron.units.batches import UnitBatches
 from pipegrid.schedules.runtime import Hook, MessageHook
 
 
@@ -99,29 +98,19 @@ class StepCall:
     last: LastStep | None = None
 
 
-def has_unit_batches(data_iterator: Any) -> bool:
-    """Whether an argument ``data_iterator`` is `UnitBatches`, of one stage at least."""
-    if isinstance(data_iterator, Mapping):
-        return any(map(has_unit_batches, data_iterator.values()))
-    if isinstance(data_iterator, (list, tuple)):
-        return any(map(has_unit_batches, data_iterator))
-    return isinstance(data_iterator, UnitBatches)
-
-
 def step_key(
-    kind: object, call: StepCall, nesting: object, models: tuple[Any, ...], config: Any, options: tuple[object, ...]
+    kind: object, call: StepCall, nesting: object, models: tuple[Any, ...], config: Any, *options: object
 ) -> tuple[object, ...]:
     """What decides how ``call`` runs: plain values, in which models are weak references.
 
-    ``nesting``: how its ``models`` are nested in it (`flat`); ``config``: of the first, with ``options``.
+    ``nesting``: how its ``models`` are nested in it (`flat`); ``config``: of the first, with ``options`` (`options_of`)
+    and whether data is by unit.
     """
-    data = call.data_iterator
     return (
         kind,
         call.p2p_communicator,  # compared by identity
         (type(call.num_microbatches), call.num_microbatches),  # because True == 1
         call.routes,
-        isinstance(data, (list, tuple, Mapping, UnitBatches)) and has_unit_batches(data),
         call.forward_only,
         call.collect_non_loss_data,
         (call.seq_length, call.micro_batch_size, call.decoder_seq_length),

@@ -30,7 +30,6 @@ from pipegrid.schedules.megatron.call import (
     StepCall,
     by_stage,
     flat,
-    has_unit_batches,
     options_of,
     require_forward_step,
     step_key,
@@ -54,6 +53,7 @@ from pipegrid.schedules.megatron.kinds import (
 from pipegrid.schedules.megatron.place import Place, PlanNeeds, checkpointed_on, forwards_on, sharding_key
 from pipegrid.schedules.megatron.shapes import AnnouncedShapes, announced_shapes, sent_shape
 from pipegrid.schedules.megatron.stage import MegatronStage, SkippingStage, takes_part
+from pipegrid.schedules.megatron.units.batches import UnitBatches
 from pipegrid.schedules.megatron.units.numbers import (
     StageUnits,
     planned_routes,
@@ -128,9 +128,10 @@ def prepared_step(kind: StepKind, call: StepCall) -> tuple[PreparedStep, Any]:
     first = models[0] if models else None
     kept = _STEPS.get(first, []) if isinstance(first, torch.nn.Module) else []
     if kept:
-        config = config_of(first)
+        config, data = config_of(first), call.data_iterator
+        by_unit = isinstance(data, (UnitBatches, Mapping, list, tuple)) and _has_unit_batches(data)
         try:
-            key = step_key(kind, call, nesting, models, config, kept[0].state.options_of(config))
+            key = step_key(kind, call, nesting, models, config, by_unit, *kept[0].state.options_of(config))
         except TypeError:
             require_options(config)
             raise
@@ -143,6 +144,15 @@ def prepared_step(kind: StepKind, call: StepCall) -> tuple[PreparedStep, Any]:
     prepared = PreparedStep(kind, call, kept[0].state if kept else ModelState())
     _STEPS[models[0]] = [prepared, *kept]
     return prepared, config_of(models[0])
+
+
+def _has_unit_batches(data_iterator: Any) -> bool:
+    """Whether an argument ``data_iterator`` is `UnitBatches`, of one stage at least."""
+    if isinstance(data_iterator, Mapping):
+        return any(map(_has_unit_batches, data_iterator.values()))
+    if isinstance(data_iterator, (list, tuple)):
+        return any(map(_has_unit_batches, data_iterator))
+    return isinstance(data_iterator, UnitBatches)
 
 
 def describe_steps(model: Any) -> str:
@@ -200,8 +210,8 @@ class PreparedStep:
         self.waiting = Waiting(option(config, "deadline"), option(config, "monitor"), of_step=True)
         ties = () if call.forward_only else required_ties(models=[*models.values()], config=config, stages=list(models))
         sharding = sharding_key(option(config, "shard"), checked_option(config, "prefetch"))
-        by_unit = call.routes is not None or has_unit_batches(call.data_iterator)
-        replica = replica_of(call, self.place) if by_unit else None
+        by_unit = _has_unit_batches(call.data_iterator)
+        replica = replica_of(call, self.place) if by_unit or call.routes is not None else None
         planned = None if routes is None else planned_routes(routes, replica or 0, num_ties=len(ties))
         most = num_microbatches if planned is None else max(planned.units)
         proof = kind.proof(kind, self.place, PlanNeeds(most, tied_stages(ties), sharding, planned), config)
@@ -253,7 +263,7 @@ class PreparedStep:
         if option(config, "pair_func") is not None:
             self.runtime.register(ActionKind.F_B, partial(self._call, "pair_func"))
         config = config_of(flat(call.model)[1][0])
-        self.key = step_key(kind, call, *flat(call.model), config, state.options_of(config))
+        self.key = step_key(kind, call, *flat(call.model), config, by_unit, *state.options_of(config))
 
     def _policy(self, call: StepCall, models: Models, config: Any) -> GradientPolicy:
         routes, position = self.routes, self.actor % self.plan.positions_each
@@ -288,7 +298,7 @@ class PreparedStep:
         for stage, model in models.items():
             skips, order = takes_part(plan.graph, stage, model), tuple(forwards_on(plan, self.actor, stage))
             kind: Callable[..., MegatronStage] = SkippingStage if skips else MegatronStage
-            if by_unit:
+            if by_unit or call.routes is not None:
                 units = StageUnits(self.place.module_of(stage), replica, plan.routes, order)
                 kind = partial(RoutedSkippingStage if skips else RoutedStage, units=units)
             stages[stage] = kind(

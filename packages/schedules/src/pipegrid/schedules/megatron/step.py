@@ -132,11 +132,12 @@ def _hooks(
     prepared: PreparedStep, gradients: StepGradients, units: UnitGradients | None, outside: contextlib.ExitStack
 ) -> Sequence[Hook]:
     """The hooks of one call; ``outside`` closes what they have opened."""
-    models, config, stages = gradients.models, gradients.config, prepared.stages
+    models, config = gradients.models, gradients.config
     hooks: Sequence[Hook] = option(config, "hooks")
     if prepared.attaches:
         one = one_like(list(models.values()))
-        hooks = [*hooks, AuxLossScales(aux_loss_scalers(config), stages, config, one)]
+        scales = {stage: each.scale_of_mean for stage, each in prepared.stages.items()}
+        hooks = [*hooks, AuxLossScales(aux_loss_scalers(config), scales, config, one)]
     if option(config, "no_sync_func") is not None:
         hooks = [*hooks, *no_sync_hooks(prepared.plan, prepared.actor, config, models, outside)]
     if gradients.reduction is not None and prepared.early:

@@ -90,6 +90,23 @@ def test_without_routes_the_batches_are_those_of_this_replica():
     torch.testing.assert_close(model.layers[0].weight.grad, expected.layers[0].weight.grad, rtol=1e-12, atol=0)
 
 
+def test_a_later_step_of_the_same_model_may_have_data_by_unit():
+    """And one with a plain iterator after it."""
+    model, read = Part(0, PipelineConfig()), []
+    model.current_replica = model.current_microbatch = None
+
+    def step(iterator, model):
+        read.append((getattr(iterator, "units", None), next(iterator), model.current_replica, model.current_microbatch))
+        return forward_step(iter([0]), model)
+
+    plain, by_unit = [iter("ab") for _ in range(2)], UnitBatches(lambda replica, number: f"{number}@{replica}")
+    for iterator in (plain[0], by_unit, [by_unit], plain[1]):
+        call(model=model, count=2, data_iterator=iterator, forward_step_func=step)
+    told = [(((0, 0),), "0@0", None, 0), (((0, 1),), "1@0", None, 1)]
+    assert read[:2] == read[6:] == [(None, "a", None, 0), (None, "b", None, 1)]
+    assert read[2:6] == told * 2
+
+
 # Numbers
 
 

@@ -330,7 +330,7 @@ MUTATIONS = (
         "runtime/test_stage_steps.py",
     ),
     Mutation(
-        "schedules/megatron/units/numbers.py",
+        "schedules/megatron/place.py",
         "if place % window >= partial)",
         "if place % window > partial)",
         "one microbatch more of each window follows the model's own checkpointing",

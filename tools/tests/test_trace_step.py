@@ -26,7 +26,7 @@ def found() -> Any:
 
 @pytest.mark.parametrize(
     ("side", "files", "functions", "fewest", "most"),
-    [("step function", 25, 90, 202, 336), ("Pipeline", 48, 188, 395, 590)],
+    [("step function", 25, 84, 195, 329), ("Pipeline", 48, 186, 389, 584)],
 )
 def test_a_later_step_enters_no_more_than_this(
     found: Any, side: str, files: int, functions: int, fewest: int, most: int
@@ -39,7 +39,7 @@ def test_a_later_step_enters_no_more_than_this(
     assert many["calls"] <= most
 
 
-@pytest.mark.parametrize(("side", "files"), [("step function", 80), ("Pipeline", 126)])
+@pytest.mark.parametrize(("side", "files"), [("step function", 74), ("Pipeline", 121)])
 def test_a_first_step_enters_no_more_files_than_this(found: Any, side: str, files: int) -> None:
     """A wait of messages that are not there yet may enter one more than another run."""
     assert found[side][str(FEW)]["first"]["files"] <= files

@@ -90,6 +90,23 @@ def test_without_routes_the_batches_are_those_of_this_replica():
     torch.testing.assert_close(model.layers[0].weight.grad, expected.layers[0].weight.grad, rtol=1e-12, atol=0)
 
 
+def test_a_later_step_of_the_same_model_may_have_data_by_unit():
+    """And one with a plain iterator after it."""
+    model, read = Part(0, PipelineConfig()), []
+    model.current_replica = model.current_microbatch = None
+
+    def step(iterator, model):
+        read.append((getattr(iterator, "units", None), next(iterator), model.current_replica, model.current_microbatch))
+        return forward_step(iter([0]), model)
+
+    plain, by_unit = [iter("ab") for _ in range(2)], UnitBatches(lambda replica, number: f"{number}@{replica}")
+    for iterator in (plain[0], by_unit, [by_unit], plain[1]):
+        call(model=model, count=2, data_iterator=iterator, forward_step_func=step)
+    told = [(((0, 0),), "0@0", None, 0), (((0, 1),), "1@0", None, 1)]
+    assert read[:2] == read[6:] == [(None, "a", None, 0), (None, "b", None, 1)]
+    assert read[2:6] == told * 2
+
+
 # Numbers
 
 
@@ -118,9 +135,9 @@ def test_each_unit_is_read_once_in_the_plan_of_all(data):
     assert list(expected) == list(routes.calls("vision"))
     for replica in range(routes.num_replicas):
         own = [number for number in expected if routes.home(number) == replica]
-        here = StageUnits(1.0, "vision", replica, routes, own)
+        here = StageUnits("vision", replica, routes, own)
         assert here.in_order_at_home
-        assert StageUnits(1.0, "vision", replica, routes, own[1:]).in_order_at_home == (not own)
+        assert StageUnits("vision", replica, routes, own[1:]).in_order_at_home == (not own)
         for number in own:
             assert here.units(number) == expected[number]
             assert here.served(number) == len(expected[number])
@@ -136,7 +153,7 @@ def test_each_unit_is_read_once_in_the_plans_of_replicas_alone(data):
         if not count:
             continue
         calls = range(count) if planned is None else planned.calls("vision")
-        here = StageUnits(1.0, "vision", replica, planned, calls)
+        here = StageUnits("vision", replica, planned, calls)
         assert here.in_order_at_home
         first = routes.units_of(replica).start
         found = {first + number: here.units(number) for number in calls}
@@ -158,7 +175,7 @@ def test_all_losses_weigh_the_same(units):
 
 
 def test_routes_of_one_replica_are_those_of_each():
-    here = StageUnits(4, "vision", 2, Routes([4], skips={"vision": [1]}), [0, 2, 3])
+    here = StageUnits("vision", 2, Routes([4], skips={"vision": [1]}), [0, 2, 3])
     assert here.units(2) == [(2, 2)]
     assert here.in_order_at_home
 
@@ -336,10 +353,10 @@ def test_ranks_agree_on_routes_and_find_others(ranks):
     assert len(set(texts_of_ranks(routes.digest, dist.group.WORLD, ranks.device, Waiting(30.0)).values())) == 1
     groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     collection = Groups(dp=groups[ranks.rank % 2])
-    held = {"model": nn.Linear(1, 1).to(ranks.device)}
-    require_equal_routes(collection, held, routes, Waiting(30.0))
+    place, held = SimpleNamespace(module_of=lambda stage: "model"), {0: nn.Linear(1, 1).to(ranks.device)}
+    require_equal_routes(collection, place, held, routes, Waiting(30.0))
     other = Routes([5, 4]) if replica else routes
     with pytest.raises(DisagreementError, match=f"replicas of module 'model' have other routes: .*{other.digest}"):
-        require_equal_routes(collection, held, other, Waiting(30.0))
+        require_equal_routes(collection, place, held, other, Waiting(30.0))
     with pytest.raises(DisagreementError, match="num_microbatches of replica 0 0; rank 1"):
         agree_on_routes(ranks.rank, replica=replica, deadline=30.0)

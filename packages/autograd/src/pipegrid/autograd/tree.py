@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -42,6 +43,11 @@ def is_compiled_in_place(module: torch.nn.Module) -> bool:
         False
     """
     return module._compiled_call_impl is not None  # noqa: SLF001
+
+
+def compiled_among(modules: Iterable[torch.nn.Module]) -> list[torch.nn.Module]:
+    """The modules among ``modules`` that are compiled in place."""
+    return list(filter(attrgetter("_compiled_call_impl"), modules))
 
 
 def compiled_modules(model: Any) -> list[str]:

@@ -19,11 +19,7 @@ from pipegrid.search import *
 from pipegrid.timeline import *
 from pipegrid.gradients import LossScale
 from pipegrid.schedules.megatron import PipelineConfig, UnitBatches as UnitBatches, step_plan
-from pipegrid.monitor import (
-    DisagreementError as DisagreementError,
-    JobFailedError,
-    Monitor,
-)
+from pipegrid.monitor import DisagreementError as DisagreementError, JobFailedError, Monitor
 from pipegrid.schedules.speeds import (
     SlowRank as SlowRank,
     UnitSeconds as UnitSeconds,

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from pipegrid.autograd.fsdp import divide_factor, has_fsdp
-from pipegrid.autograd.tree import fsdp_among, is_compiled_in_place, modules_in
+from pipegrid.autograd.tree import compiled_among, fsdp_among, modules_in
 from pipegrid.core.graph import ModuleGraph
 from pipegrid.gradients.dtensors import fsdp_divisors
 from pipegrid.gradients.errors import GradientError
@@ -408,8 +408,9 @@ def observed(models: Sequence[torch.nn.Module]) -> tuple[object, ...]:
         sharded = fsdp_among(modules)
         for inner in sharded:
             found += (id(inner), divide_factor(inner))
+        found.append([*map(id, compiled_among(modules))])
         for module in modules:
-            found += (id(module), is_compiled_in_place(module))
+            found.append(id(module))
             for parameter in module._parameters.values():  # noqa: SLF001
                 if parameter is None:
                     continue

@@ -5,7 +5,7 @@ Each is a stream: what is started on it runs in order, and the computes that nee
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 from attrs import define, field
@@ -53,14 +53,8 @@ class CopyStreams:
 
     seconds: Sequence[float]
     reloaded: dict[int, Slots]
-    _free: dict[ActionKind, float] = field(factory=lambda: {OFFLOAD: 0.0, RELOAD: 0.0})
+    _free: dict[ActionKind, float] = field(factory=dict)
     _copied: dict[tuple[int, int], float] = field(factory=dict)
-
-    @classmethod
-    def of(cls, actions: Iterable[Action], seconds: Sequence[float], num_pieces: int) -> CopyStreams:
-        """The streams of a position with ``actions``; what it never reloads is there all the time."""
-        stages = {action.stage for action in actions if action.kind is RELOAD}
-        return cls(seconds, {stage: [0.0] * num_pieces for stage in stages})
 
     def run(self, action: Action, piece: int, length: float, now: float) -> tuple[float, float]:
         """Start and end of an action on ``piece``, a ``length`` part of a microbatch; a ``RELEASE`` awaits its copy."""
@@ -68,7 +62,7 @@ class CopyStreams:
         copied = self._copied.get((stage, piece), now)
         if kind is RELEASE:
             return now, max(now, copied)
-        start = max(now, self._free[kind], copied if kind is RELOAD else now)
+        start = max(now, self._free.get(kind, 0.0), copied if kind is RELOAD else now)
         done = self._free[kind] = start + self.seconds[stage] * length
         if kind is OFFLOAD:
             self._copied[stage, piece] = done

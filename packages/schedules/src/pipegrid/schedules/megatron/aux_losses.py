@@ -9,7 +9,7 @@ scaled by. A function whose scale nothing sets is found in the backwards of a st
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,6 +22,7 @@ from pipegrid.gradients.main_grad import named_modules
 from pipegrid.plans.plan import Action, ActionKind
 from pipegrid.schedules.errors import StageOutputError
 from pipegrid.schedules.megatron.config import AuxLossScaler, option
+from pipegrid.schedules.runtime import flatten
 
 _BACKWARDS = (ActionKind.B, ActionKind.I, ActionKind.W)
 _WATCHED = 2
@@ -34,14 +35,14 @@ class AuxLossScales:
 
     Attributes:
         scalers: of the call.
-        scale_of: what the step multiplies a mean loss by, of a stage's microbatch; the third argument as
+        scale_of: what the step multiplies a mean loss of a microbatch by, by stage; the second argument as
             `AuxLossScaler.of_cp_share`.
         config: of the call.
         one: a mean loss, as a scalar on the device of the stages.
     """
 
     scalers: Sequence[AuxLossScaler]
-    scale_of: Callable[[int, int, bool], float]
+    scale_of: Mapping[int, Callable[[int, bool], float]]
     config: Any
     one: torch.Tensor
     _scales: dict[tuple[str | None, float], torch.Tensor] = field(factory=dict, init=False)
@@ -52,7 +53,7 @@ class AuxLossScales:
             return
         assert action.microbatch is not None  # of every compute
         for scaler in self.scalers:
-            factor = self.scale_of(action.stage, action.microbatch, scaler.of_cp_share)
+            factor = self.scale_of[action.stage](action.microbatch, scaler.of_cp_share)
             key = (scaler.grad_scale, factor)
             if key not in self._scales:
                 self._scales[key] = grad_scale(self.config, self.one, scaler.grad_scale) * factor
@@ -98,20 +99,23 @@ class AttachedLosses:
 
     def watch(
         self,
-        outputs: Iterable[torch.Tensor | None],
+        payloads: Iterable[Any],
         microbatch: int,
         handled: Collection[type | None],
         expected: Callable[[], tuple[float, ...]],
     ) -> None:
-        """Look, in its backward, at the functions that have made ``outputs``: one of the forwards that are ``left``.
+        """Look, in its backward, at the functions that have made ``payloads``: one of the forwards that are ``left``.
 
         Args:
-            outputs: of the stage, and its loss.
+            payloads: the outputs of the stage, and its loss.
             microbatch: their number.
             handled: the classes whose scale is set.
             expected: what an attached loss may be scaled by.
         """
         self.left -= 1
+        outputs: list[torch.Tensor | None] = []
+        for payload in payloads:
+            outputs += [payload] if isinstance(payload, torch.Tensor | None) else flatten(payload)
         for node in _functions(outputs):
             function: type = type(node)._forward_cls  # noqa: SLF001 (has no public name)
             if function in handled:

@@ -10,7 +10,7 @@ import contextlib
 import inspect
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from attrs import define, field, frozen
@@ -20,7 +20,7 @@ from pipegrid.core.fields import shown
 from pipegrid.gradients.groups import collections_by_name
 from pipegrid.gradients.reduction import StepGradients, observed
 from pipegrid.plans.plan import Action, Routes
-from pipegrid.schedules.megatron.config import OF_MEGATRON, PipelineConfig, aux_loss_scalers, config_of, option
+from pipegrid.schedules.megatron.config import OF_MEGATRON, aux_loss_scalers, config_of, option
 from pipegrid.schedules.megatron.place import sharding_key
 from pipegrid.schedules.runtime import Hook, MessageHook
 
@@ -33,17 +33,18 @@ class LossSums:
         start: starts to add up what all ranks have found, from the ``info`` of each loss of this one; what it returns
             waits for the sums: float64, of which the second is that of the tokens.
         early: it is called behind the last forward of this rank and the next send; else behind its last backward.
+        begun: it was called.
     """
 
     start: Callable[[list[Any]], Callable[[], torch.Tensor]]
     early: bool
+    begun: bool = field(default=False, init=False)
     _wait: Callable[[], torch.Tensor] | None = field(default=None, init=False)
     _found: torch.Tensor | None = field(default=None, init=False)
 
     def begin(self, infos: list[Any]) -> None:
-        """Start, unless that was done."""
-        if self._wait is None:
-            self._wait = self.start(infos)
+        """Start; once."""
+        self.begun, self._wait = True, self.start(infos)
 
     def wait(self) -> torch.Tensor:
         """The sums, which have been started."""
@@ -51,6 +52,10 @@ class LossSums:
             assert self._wait is not None  # `begin` comes before
             self._found = self._wait()
         return self._found
+
+    def tokens(self) -> torch.Tensor:
+        """Those of the job."""
+        return self.wait()[1]
 
 
 @define(eq=False)
@@ -93,58 +98,29 @@ class StepCall:
     last: LastStep | None = None
 
 
-class StepKey(NamedTuple):
-    """What decides how a step runs; a tuple of plain values, in which models are weak references.
-
-    Attributes:
-        kind: what the step function runs (`pipegrid.schedules.megatron.kinds`).
-        communicator: compared by identity, as communicators are.
-        num_microbatches: with its type, because ``True == 1``.
-        routes: where replicas differ.
-        sizes: ``seq_length``, ``micro_batch_size`` and ``decoder_seq_length``.
-        adjusts: whether there is an ``adjust_tensor_shapes_fn``, which each call asks anew.
-        models: those of the call, flat, and ``nesting``, how they are nested in it.
-        options: see `options_of`; and whether all models have one config.
-        groups: the process groups in ``pg_collection``.
-        places: ``stage_of_layout`` of each model.
-        marks: what the gradient policy reads off the parameters (`observed`).
-    """
-
-    kind: object
-    communicator: Any
-    num_microbatches: tuple[type, int]
-    routes: Routes | None
-    forward_only: bool
-    collect_non_loss_data: bool
-    sizes: tuple[int | None, ...]
-    adjusts: bool
-    nesting: object
-    models: tuple[weakref.ref[torch.nn.Module], ...]
-    options: tuple[object, ...]
-    groups: tuple[object, ...]
-    places: tuple[object, ...]
-    marks: tuple[object, ...]
-
-
 def step_key(
-    kind: object, call: StepCall, nesting: object, models: tuple[Any, ...], config: Any, known: KnownOptions
-) -> StepKey:
-    """The key of ``call``, whose models are nested so (`flat`) and have ``config``; ``known``: of these."""
-    return StepKey(
+    kind: object, call: StepCall, nesting: object, models: tuple[Any, ...], config: Any, *options: object
+) -> tuple[object, ...]:
+    """What decides how ``call`` runs: plain values, in which models are weak references.
+
+    ``nesting``: how its ``models`` are nested in it (`flat`); ``config``: of the first, with ``options`` (`options_of`)
+    and whether data is by unit.
+    """
+    return (
         kind,
-        call.p2p_communicator,
-        (type(call.num_microbatches), call.num_microbatches),
+        call.p2p_communicator,  # compared by identity
+        (type(call.num_microbatches), call.num_microbatches),  # because True == 1
         call.routes,
         call.forward_only,
         call.collect_non_loss_data,
         (call.seq_length, call.micro_batch_size, call.decoder_seq_length),
-        call.adjust_tensor_shapes_fn is not None,
+        call.adjust_tensor_shapes_fn is not None,  # which each call asks anew
         nesting,
         tuple(map(weakref.ref, models)),
-        (len(models) == 1 or have_one_config(models), bool(aux_loss_scalers(config)), *known.of(config)),
+        (len(models) == 1 or have_one_config(models), bool(aux_loss_scalers(config)), *options),
         () if call.pg_collection is None else _groups(call.pg_collection),
         tuple([vars(model).get("stage_of_layout") for model in models]),  # a module is slow to say what it lacks
-        observed(models),
+        observed(models),  # what the gradient policy reads off the parameters
     )
 
 
@@ -280,22 +256,6 @@ def options_of(config: Any) -> tuple[object, ...]:
     )
 
 
-@define(eq=False)
-class KnownOptions:
-    """`options_of` the last config of a model, where it cannot change."""
-
-    _config: weakref.ref[PipelineConfig] | None = field(default=None, init=False)
-    _options: tuple[object, ...] = field(default=(), init=False)
-
-    def of(self, config: Any) -> tuple[object, ...]:
-        """The options of ``config``."""
-        if type(config) is not PipelineConfig or isinstance(config.shard, dict):
-            return options_of(config)
-        if self._config is None or self._config() is not config:
-            self._config, self._options = weakref.ref(config), options_of(config)
-        return self._options
-
-
 _GROUPS = ("dp", "dp_cp", "cp", "tp", "expt_dp", "expt_tp")
 
 
@@ -311,11 +271,6 @@ class CallHooks:
 
     def __init__(self) -> None:
         self.current: Sequence[Hook] = ()
-
-    @staticmethod
-    def of(hooks: Sequence[Hook]) -> CallHooks:
-        """For calls with hooks such as ``hooks``: told of the ends of messages if one of these is."""
-        return CallMessageHooks() if any(isinstance(each, MessageHook) for each in hooks) else CallHooks()
 
     def before(self, action: Action) -> None:
         """See `Hook`."""

@@ -253,8 +253,13 @@ By name the values with which nothing is to be done, and why others are an error
 """
 
 
-def require_known(config: Any) -> None:
-    """Raise StepArgumentError for an option of `OF_MEGATRON` that is set."""
+def require_options(config: Any) -> None:
+    """Check what a step reads of a config of another class only when it runs, as `checked_option` does.
+
+    Raises:
+        P2PUsageError: a value breaks its rule.
+        StepArgumentError: an option of `OF_MEGATRON` is set.
+    """
     for name, (off, why) in OF_MEGATRON.items():
         value = getattr(config, name, None)
         if value not in off:
@@ -262,15 +267,6 @@ def require_known(config: Any) -> None:
                 f"config.{name} is {shown(value)}, which the step functions here do not have: {why}"
             )
 
-
-def require_options(config: Any) -> None:
-    """Check what a step reads of a config of another class only when it runs, as `checked_option` does.
-
-    Raises:
-        P2PUsageError: a value breaks its rule.
-        StepArgumentError: as `require_known`.
-    """
-    require_known(config)
     for name in _READ_LATE:
         checked_option(config, name)
 

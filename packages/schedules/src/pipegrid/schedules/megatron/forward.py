@@ -213,7 +213,7 @@ def forward_step_calc_loss(
         num_microbatches,
         cp_group=cp_group,
         cp_size=cp_group_size or 1,
-        vp_stage=vp_stage,
+        where="" if vp_stage is None else f" on chunk {vp_stage}",
         per_token=bool(option(config, "calculate_per_token_loss")),
     )
     forward_data_store.append(info)
@@ -227,12 +227,12 @@ def scaled_loss(
     *,
     cp_group: dist.ProcessGroup | None,
     cp_size: int | None = None,
-    vp_stage: int | None,
+    where: str = "",
     per_token: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None, Any]:
     """`forward_step_calc_loss` of what the loss function returned: the scaled loss, the tokens if counted, the info.
 
-    ``cp_size``: default that of ``cp_group``.
+    ``cp_size``: default that of ``cp_group``; ``where``: for errors.
     """
     if not isinstance(result, tuple) or len(result) not in ((3,) if per_token else (2, 3)):
         raise StageOutputError(
@@ -243,7 +243,6 @@ def scaled_loss(
     if isinstance(loss, (int, float)) and not torch.is_grad_enabled():  # an evaluation differentiates nothing
         loss = torch.tensor(float(loss))
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-        where = "" if vp_stage is None else f" on chunk {vp_stage}"
         raise StageOutputError(f"the loss{where} is {describe(loss)}; a loss is a tensor with one element")
     if len(result) == 3:
         num_tokens = result[1]

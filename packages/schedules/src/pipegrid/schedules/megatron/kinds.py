@@ -40,9 +40,8 @@ def place_in_job(kind: StepKind, call: StepCall) -> Place:
     return place
 
 
-def place_alone(kind: StepKind, call: StepCall) -> Place:
+def place_alone(_: StepKind, call: StepCall) -> Place:
     """The only stage."""
-    del kind
     if call.adjust_tensor_shapes_fn is not None:
         raise StepArgumentError("adjust_tensor_shapes_fn adjusts shapes of messages; without a pipeline there are none")
     stages = 1 if call.p2p_communicator is None else require_job(call.p2p_communicator).total_stages
@@ -51,9 +50,8 @@ def place_alone(kind: StepKind, call: StepCall) -> Place:
     return Place(one_module(1), (0,))
 
 
-def place_round_robin(kind: StepKind, call: StepCall) -> Place:
+def place_round_robin(_: StepKind, call: StepCall) -> Place:
     """Every ``ranks``-th stage of one module, from this rank's on."""
-    del kind
     job = require_job(call.p2p_communicator)
     if job.graph is not None:
         raise StepArgumentError(
@@ -76,9 +74,8 @@ def proof_of_schedule(kind: StepKind, place: Place, needs: PlanNeeds, config: An
     return step_proof(evolve(place, stages=()), needs, kind.schedule, kind.num_slices, overlap=overlap)
 
 
-def proof_of_interleaving(kind: StepKind, place: Place, needs: PlanNeeds, config: Any) -> Proof:
+def proof_of_interleaving(_: StepKind, place: Place, needs: PlanNeeds, config: Any) -> Proof:
     """Interleaved 1F1B with the groups of microbatches, the receives and the pairs of ``config``."""
-    del kind
     chunks = len(place.stages)
     ranks = place.graph.num_stages // chunks
     group_size = checked_option(config, "microbatch_group_size_per_vp_stage") or ranks

@@ -16,8 +16,6 @@ _FORWARDS, _BACKWARDS = frozenset({ActionKind.F}), frozenset({_B, ActionKind.I, 
 
 def sync_parameters(config: Any, models: Mapping[int, Any]) -> None:
     """``param_sync_func`` of each chunk, before the first forward."""
-    if option(config, "param_sync_func") is None:
-        return
     for sync, model in zip(_per_chunk(config, "param_sync_func", models), models.values(), strict=True):
         if sync is not None:
             sync(model.parameters())
@@ -25,8 +23,6 @@ def sync_parameters(config: Any, models: Mapping[int, Any]) -> None:
 
 def sync_gradients(plan: Plan, config: Any, models: Mapping[int, Any]) -> None:
     """``grad_sync_func`` of each chunk, after the last backward; not on a first stage, which reduces by itself."""
-    if option(config, "grad_sync_func") is None:
-        return
     for (stage, model), sync in zip(models.items(), _per_chunk(config, "grad_sync_func", models), strict=True):
         if sync is not None and not _is_first_stage(plan, stage):
             sync(model.parameters())

@@ -15,7 +15,7 @@ from pipegrid.plans.errors import PlanError
 from pipegrid.plans.generators import find_schedule, interleaved_1f1b, looped_placement, routed, schedule_for
 from pipegrid.plans.passes.lowering import Receives, lower
 from pipegrid.plans.passes.sharding import Shard
-from pipegrid.plans.plan import Plan, Routes, as_placement, require_graph
+from pipegrid.plans.plan import ActionKind, Plan, Routes, as_placement, require_graph
 from pipegrid.plans.verify.verify import Proof, verify
 from pipegrid.transport.base import Communicator
 from pipegrid.transport.job import JobTopology
@@ -231,3 +231,30 @@ def interleaved_proof(
         num_ranks, needs.num_microbatches, num_chunks=num_chunks, group_size=group_size, overlap=overlap
     )
     return needs.proof(computes, receives=receives)
+
+
+def forwards_on(plan: Plan, position: int, stage: int) -> dict[int, int]:
+    """By microbatch of ``stage``, in order, the number of earlier forwards (of any stage) on ``position``."""
+    forwards = [action for action in plan.actions(position) if action.kind is ActionKind.F]
+    return {action.microbatch or 0: place for place, action in enumerate(forwards) if action.stage == stage}
+
+
+def checkpointed_on(plan: Plan, position: int, stage: int, partial: int) -> frozenset[int]:
+    """The microbatches of ``stage`` that checkpoint all activations: all but the first few of each window in flight.
+
+    ``partial`` is how many follow the model's own setting, of each window of forwards of any stage on ``position``.
+    """
+    window = window_on(plan, position)
+    forwards = forwards_on(plan, position, stage)
+    return frozenset(microbatch for microbatch, place in forwards.items() if place % window >= partial)
+
+
+def window_on(plan: Plan, position: int) -> int:
+    """Number of forwards on ``position`` before its first backward: the microbatches in flight."""
+    count = 0
+    for action in plan.actions(position):
+        if action.kind is ActionKind.F:
+            count += 1
+        elif action.kind.is_compute:
+            break
+    return count

@@ -1,6 +1,6 @@
 """What a step function derives from its arguments, once: the plan with its proof, the policy of gradients, the runtime.
 
-Deriving them costs as much as several steps of a small model; the next call with an equal `StepKey` derives nothing.
+Deriving them costs as much as several steps of a small model; the next call with an equal `step_key` derives nothing.
 They are kept in one weak dictionary by first model: between steps it holds no reference to a model, an iterator, a
 config or a hook, so a deleted model is freed at once, with all this.
 """
@@ -19,23 +19,18 @@ from attrs import define, field
 from pipegrid.core.errors import StepArgumentError
 from pipegrid.core.fields import Count, Index, checked
 from pipegrid.gradients.groups import group_of
-from pipegrid.gradients.reduction import (
-    GradientPolicy,
-    StepGradients,
-    gradient_policy,
-    required_ties,
-    tied_stages,
-)
+from pipegrid.gradients.reduction import GradientPolicy, StepGradients, gradient_policy, required_ties, tied_stages
 from pipegrid.gradients.reduction.policy import Models
 from pipegrid.monitor.collectives import Waiting
 from pipegrid.plans.plan import ActionKind, Plan
 from pipegrid.schedules.megatron.call import (
     CHECKPOINTS,
     CallHooks,
-    KnownOptions,
+    CallMessageHooks,
     StepCall,
     by_stage,
     flat,
+    options_of,
     require_forward_step,
     step_key,
 )
@@ -55,20 +50,19 @@ from pipegrid.schedules.megatron.kinds import (
     require_in_place,
     require_sliced,
 )
-from pipegrid.schedules.megatron.place import Place, PlanNeeds, sharding_key
-from pipegrid.schedules.megatron.shapes import AnnouncedShapes, SentShape, announced_shapes, sent_shape
+from pipegrid.schedules.megatron.place import Place, PlanNeeds, checkpointed_on, forwards_on, sharding_key
+from pipegrid.schedules.megatron.shapes import AnnouncedShapes, announced_shapes, sent_shape
 from pipegrid.schedules.megatron.stage import MegatronStage, SkippingStage, takes_part
+from pipegrid.schedules.megatron.units.batches import UnitBatches
 from pipegrid.schedules.megatron.units.numbers import (
     StageUnits,
-    checkpointed_on,
-    chunk_numbers,
-    forwards_on,
     planned_routes,
     replica_of,
     require_equal_routes,
     units_per_replica,
 )
-from pipegrid.schedules.runtime import Hook, PipelineError, PipelineRuntime, position_of
+from pipegrid.schedules.megatron.units.stage import RoutedSkippingStage, RoutedStage
+from pipegrid.schedules.runtime import Hook, MessageHook, PipelineError, PipelineRuntime, position_of
 
 _KEPT = 8  # per model: training and evaluation, each with a few numbers of microbatches, or routes
 
@@ -99,12 +93,20 @@ class ModelState:
             steps: where one of the replicas alone has prepared another, its comparison would meet a reduction of the
             others.
         running: inside a step.
-        options: of their config.
     """
 
     compared: Mapping[str, object] | None = None
     running: PreparedStep | None = None
-    options: KnownOptions = field(factory=KnownOptions, init=False)
+    _config: weakref.ref[PipelineConfig] | None = field(default=None, init=False)
+    _options: tuple[object, ...] = field(default=(), init=False)
+
+    def options_of(self, config: Any) -> tuple[object, ...]:
+        """`options_of` a config, once where it is the last one and cannot change."""
+        if type(config) is not PipelineConfig or isinstance(config.shard, dict):
+            return options_of(config)
+        if self._config is None or self._config() is not config:
+            self._config, self._options = weakref.ref(config), options_of(config)
+        return self._options
 
 
 _STEPS: weakref.WeakKeyDictionary[torch.nn.Module, list[PreparedStep]] = weakref.WeakKeyDictionary()
@@ -126,9 +128,10 @@ def prepared_step(kind: StepKind, call: StepCall) -> tuple[PreparedStep, Any]:
     first = models[0] if models else None
     kept = _STEPS.get(first, []) if isinstance(first, torch.nn.Module) else []
     if kept:
-        config = config_of(first)
+        config, data = config_of(first), call.data_iterator
+        by_unit = isinstance(data, (UnitBatches, Mapping, list, tuple)) and _has_unit_batches(data)
         try:
-            key = step_key(kind, call, nesting, models, config, kept[0].state.options)
+            key = step_key(kind, call, nesting, models, config, by_unit, *kept[0].state.options_of(config))
         except TypeError:
             require_options(config)
             raise
@@ -137,10 +140,19 @@ def prepared_step(kind: StepKind, call: StepCall) -> tuple[PreparedStep, Any]:
                 kept.remove(prepared)
                 kept.insert(0, prepared)
                 return prepared, config
-    kept = [prepared for prepared in kept if prepared.key.communicator is call.p2p_communicator][: _KEPT - 1]
+    kept = [prepared for prepared in kept if prepared.communicator is call.p2p_communicator][: _KEPT - 1]
     prepared = PreparedStep(kind, call, kept[0].state if kept else ModelState())
     _STEPS[models[0]] = [prepared, *kept]
     return prepared, config_of(models[0])
+
+
+def _has_unit_batches(data_iterator: Any) -> bool:
+    """Whether an argument ``data_iterator`` is `UnitBatches`, of one stage at least."""
+    if isinstance(data_iterator, Mapping):
+        return any(map(_has_unit_batches, data_iterator.values()))
+    if isinstance(data_iterator, (list, tuple)):
+        return any(map(_has_unit_batches, data_iterator))
+    return isinstance(data_iterator, UnitBatches)
 
 
 def describe_steps(model: Any) -> str:
@@ -167,29 +179,26 @@ class PreparedStep:
         state: shared with the other steps of the model.
         place: this rank's stages in the job.
         routes: where replicas differ; None where they act alike.
-        replica: of this rank; None where it is not known.
         actor: the row of the plan that this rank runs.
         policy: of gradients; None in an evaluation.
         agreement: what neighbours compare of the policy.
         autocasts: forwards run in an autocast context.
         hooked: calls have hooks, of the config or of the step function.
         watches: attached losses are looked for.
+        expected: the shape of sent messages, where the arguments fix it.
         checkpoints: the config has `CHECKPOINTS`, so ``forward_step_func`` has a third argument.
         defers: gradients of the embedding are computed after the last backward.
         attaches: there are scalers of attached losses.
         early: reductions begin in the last backwards.
         by_unit: gradients are added in the order of units.
-        syncs: the config has a ``no_sync_func``; ``syncs_parameters``: a ``param_sync_func``; ``syncs_gradients``: a
-            ``grad_sync_func``.
-        scales: the scales of attached losses are set before each backward.
+        syncs_parameters: the config has a ``param_sync_func``; ``syncs_gradients``: a ``grad_sync_func``.
     """
 
     def __init__(self, kind: StepKind, call: StepCall, state: ModelState) -> None:
-        self.state = state
+        self.state, self.communicator = state, call.p2p_communicator
         self.place = kind.place(kind, call)
         models = models_by_stage(kind, self.place, call.model)
-        # Checked here already: before a runtime, and before the first message.
-        by_stage(self.place.held, call.data_iterator, "data_iterator")
+        by_stage(self.place.held, call.data_iterator, "data_iterator")  # checked here already: before the first message
         config = config_of(next(iter(models.values())))
         require_options(config)
         routes = self.routes = None if call.routes is None or call.routes.is_identity else call.routes
@@ -201,39 +210,42 @@ class PreparedStep:
         self.waiting = Waiting(option(config, "deadline"), option(config, "monitor"), of_step=True)
         ties = () if call.forward_only else required_ties(models=[*models.values()], config=config, stages=list(models))
         sharding = sharding_key(option(config, "shard"), checked_option(config, "prefetch"))
-        self.replica = replica_of(call, self.place)
-        planned = None if routes is None else planned_routes(routes, self.replica or 0, num_ties=len(ties))
+        by_unit = _has_unit_batches(call.data_iterator)
+        replica = replica_of(call, self.place) if by_unit or call.routes is not None else None
+        planned = None if routes is None else planned_routes(routes, replica or 0, num_ties=len(ties))
         most = num_microbatches if planned is None else max(planned.units)
         proof = kind.proof(kind, self.place, PlanNeeds(most, tied_stages(ties), sharding, planned), config)
         self.plan = plan = proof.plan
         if planned is not None and planned.moves:  # lanes to other replicas are opened by these routes
-            held = {self.place.module_of(stage): model for stage, model in models.items()}
-            require_equal_routes(call.pg_collection, held, planned, self.waiting)
+            require_equal_routes(call.pg_collection, self.place, models, planned, self.waiting)
         require_in_place(models, plan.graph)
         if plan.num_slices > 1:
             require_sliced(models, config, plan.num_slices)
-        number = None if planned is None else 0 if planned.num_replicas == 1 else self.replica
+        number = None if planned is None else 0 if planned.num_replicas == 1 else replica
         self.actor = position_of(plan, models, number)
-        self.policy = self._policy(call, models, config)
+        self.policy = None if call.forward_only else self._policy(call, models, config)
         self.agreement = "" if self.policy is None else self.policy.agreement
-        self.syncs = self.policy is not None and option(config, "no_sync_func") is not None
         self.syncs_parameters = option(config, "param_sync_func") is not None
         self.syncs_gradients = option(config, "grad_sync_func") is not None
         self.defers = bool(option(config, "defer_embedding_wgrad_compute"))
         self.attaches = bool(aux_loss_scalers(config))
         self.watches = self.policy is not None and option(config, "aux_loss_scalers") is not None
         self.autocasts = bool(option(config, "enable_autocast"))
-        self.scales = self.policy is not None and self.attaches
         self.by_unit = self.policy is not None and checked_option(config, "grad_add") == "by_unit"
         self.early = not self.by_unit and self._starts_early(call, models, config)
         self.last_backwards: Mapping[int, int] = last_backwards(plan, self.actor)
-        self.stages = self._stages(call, models, config)
+        sized = call.seq_length is not None and option(config, "hidden_size") is not None and plan.num_slices == 1
+        self.expected = (
+            sent_shape(**_sizes(call, self.place, config)) if sized and len(plan.graph.modules) == 1 else None
+        )
+        self.stages = self._stages(call, models, config, by_unit, replica)
         self.ties = tuple(tie.name for tie in ties)
         self._config: Any = None
         self._reduce_tie: Callable[[str], None] = _nothing
         hooks = option(config, "hooks")
-        self._hooks = CallHooks.of(hooks)
-        self.hooked = bool(hooks or self.syncs or self.scales or self.early or self.by_unit)
+        self._hooks = CallMessageHooks() if any(isinstance(one, MessageHook) for one in hooks) else CallHooks()
+        own = self.attaches or self.early or self.by_unit or option(config, "no_sync_func") is not None
+        self.hooked = bool(hooks) or (self.policy is not None and own)
         self.runtime = PipelineRuntime(
             proof,
             self.stages,
@@ -244,18 +256,16 @@ class PreparedStep:
             deallocate_outputs=bool(option(config, "deallocate_pipeline_outputs")),
             clone_outputs=bool(option(config, "clone_outputs")),
             deadline=option(config, "deadline"),
-            loss_scale=None if option(config, "grad_scale_func") is None else self._scale,
+            loss_scale=None if option(config, "grad_scale_func") is None else partial(self._call, "grad_scale_func"),
             monitor=option(config, "monitor"),
             failure_dir=option(config, "failure_dir"),
         )
         if option(config, "pair_func") is not None:
-            self.runtime.register(ActionKind.F_B, self._run_pair)
-        nesting, flat_models = flat(call.model)
-        self.key = step_key(kind, call, nesting, flat_models, config_of(flat_models[0]), state.options)
+            self.runtime.register(ActionKind.F_B, partial(self._call, "pair_func"))
+        config = config_of(flat(call.model)[1][0])
+        self.key = step_key(kind, call, *flat(call.model), config, by_unit, *state.options_of(config))
 
-    def _policy(self, call: StepCall, models: Models, config: Any) -> GradientPolicy | None:
-        if call.forward_only:
-            return None
+    def _policy(self, call: StepCall, models: Models, config: Any) -> GradientPolicy:
         routes, position = self.routes, self.actor % self.plan.positions_each
         return gradient_policy(
             models=models,
@@ -279,36 +289,33 @@ class PreparedStep:
             and not option(config, "defer_embedding_wgrad_compute")  # deferred gradients come after the last backward
         )
 
-    def _stages(self, call: StepCall, models: Models, config: Any) -> dict[int, MegatronStage]:
+    def _stages(
+        self, call: StepCall, models: Models, config: Any, by_unit: bool, replica: int | None
+    ) -> dict[int, MegatronStage]:
         plan, factors = self.plan, {} if self.policy is None else self.policy.loss_factors
-        chunks = chunk_numbers(plan, models)
-        expected = None if plan.num_slices > 1 else _sent_shape(call, self.place, config)
-        divisor = plan.num_microbatches if self.routes is None else units_per_replica(self.routes)
-        partial: int | None = option(config, CHECKPOINTS)
-        return {
-            stage: (SkippingStage if takes_part(plan.graph, stage, model) else MegatronStage)(
+        checkpoints: int | None = option(config, CHECKPOINTS)
+        stages: dict[int, MegatronStage] = {}
+        for stage, model in models.items():
+            skips, order = takes_part(plan.graph, stage, model), tuple(forwards_on(plan, self.actor, stage))
+            kind: Callable[..., MegatronStage] = SkippingStage if skips else MegatronStage
+            if by_unit or call.routes is not None:
+                units = StageUnits(self.place.module_of(stage), replica, plan.routes, order)
+                kind = partial(RoutedSkippingStage if skips else RoutedStage, units=units)
+            stages[stage] = kind(
                 graph=plan.graph,
                 stage=stage,
-                units=StageUnits(
-                    divisor,
-                    self.place.module_of(stage),
-                    self.replica,
-                    plan.routes,
-                    tuple(forwards_on(plan, self.actor, stage)),
-                ),
+                first=order[0] if order else None,
+                divisor=plan.num_microbatches if self.routes is None else units_per_replica(self.routes),
                 num_slices=plan.num_slices,
                 cp_group=group_of(call.pg_collection, self.place.module_of(stage), "cp"),
                 forward_only=call.forward_only,
                 collect_non_loss_data=call.collect_non_loss_data,
-                expected=expected,
                 per_token=bool(option(config, "calculate_per_token_loss")),
                 weighted=self.policy is not None and self.policy.weighted,
                 loss_factor=factors.get(stage, 1.0),
-                checkpointed=None if partial is None else checkpointed_on(plan, self.actor, stage, partial),
-                vp_stage=chunks.get(stage),
+                checkpointed=None if checkpoints is None else checkpointed_on(plan, self.actor, stage, checkpoints),
             )
-            for stage, model in models.items()
-        }
+        return stages
 
     def announced(self, call: StepCall, config: Any) -> AnnouncedShapes:
         """Shapes of messages by the ``adjust_tensor_shapes_fn`` of ``call``, which has one."""
@@ -356,6 +363,13 @@ class PreparedStep:
         """Store the hooks of a call, and its effect of a ``REDUCE`` of a tied parameter, by name."""
         self._hooks.current, self._reduce_tie = hooks, reduce_tie or _nothing
 
+    def _reduce(self, tie: str) -> None:
+        self._reduce_tie(tie)
+
+    def _call(self, name: str, *arguments: Any) -> Any:
+        """Call the function ``name`` of the running call's config."""
+        return option(self._config, name)(*arguments)
+
     def _reducers(self) -> dict[int | str, Callable[[], None]]:
         """The effects of the plan's reductions: `last_backwards` has those over replicas, which begin behind them."""
         found: dict[int | str, Callable[[], None]] = {name: partial(self._reduce, name) for name in self.ties}
@@ -364,30 +378,9 @@ class PreparedStep:
                 found[action.stage] = partial(_nothing, action.stage)
         return found
 
-    def scale_of_mean(self, stage: int, microbatch: int, of_cp_share: bool) -> float:
-        """See `MegatronStage.scale_of_mean`."""
-        return self.stages[stage].scale_of_mean(microbatch, of_cp_share)
-
-    def _reduce(self, name: str) -> None:
-        self._reduce_tie(name)
-
-    def _run_pair(self, *pair: Any) -> None:
-        option(self._config, "pair_func")(*pair)
-
-    def _scale(self, loss: torch.Tensor) -> torch.Tensor:
-        scaled: torch.Tensor = option(self._config, "grad_scale_func")(loss)
-        return scaled
-
 
 def _nothing(_: int | str) -> None:
     """A reduction that its hook begins, or that an evaluation does not have."""
-
-
-def _sent_shape(call: StepCall, place: Place, config: Any) -> SentShape | None:
-    """The shape that the sizes of ``call`` make all messages of a single module have; None where they do not."""
-    if call.seq_length is None or len(place.graph.modules) > 1:
-        return None
-    return sent_shape(**_sizes(call, place, config))
 
 
 def _sizes(call: StepCall, place: Place, config: Any) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from attrs import define, evolve, field, frozen
+from attrs import define, evolve, field
 
 from pipegrid.autograd.tree import modules_in
 from pipegrid.core.edge import Edge
@@ -18,98 +18,67 @@ from pipegrid.schedules.errors import StageOutputError
 from pipegrid.schedules.megatron.aux_losses import AttachedLosses, grad_scale, one_like
 from pipegrid.schedules.megatron.call import StepCall
 from pipegrid.schedules.megatron.config import AuxLossScaler, unwrapped_attribute
-from pipegrid.schedules.megatron.forward import (
-    WithLoss,
-    modules_with,
-    run_model,
-    scaled_loss,
-)
+from pipegrid.schedules.megatron.forward import WithLoss, modules_with, run_model, scaled_loss
 from pipegrid.schedules.megatron.shapes import AnnouncedShapes, SentShape
-from pipegrid.schedules.megatron.units.batches import UnitBatches
-from pipegrid.schedules.megatron.units.numbers import StageUnits
-from pipegrid.schedules.runtime import Forwarded, Slice, flatten
-
-_NUMBERS = ("current_microbatch", "current_replica", "current_slice")
-"""Attributes that are set on the modules that have them."""
-
-
-@frozen(eq=False)
-class StageCall:
-    """What one stage needs in one call of a step function.
-
-    Attributes:
-        numbered: modules with a ``current_microbatch``.
-        homed: modules with a ``current_replica``, the home of a microbatch of another replica; None at home.
-        batches: the data iterator, where it is one by unit.
-        sliced: modules with a ``current_slice``, in a plan with slices.
-        set_input_tensor: the model's, looked up through wrappers.
-        set_is_first_microbatch: likewise; None where it is not to be called.
-        shapes: of messages, announced by ``adjust_tensor_shapes_fn`` or expected.
-        context: makes the autocast context of each forward, where there is one.
-        scalers: of attached losses; None where nothing is said of them, or nothing is trained.
-    """
-
-    forward_step_func: Callable[..., Any]
-    data_iterator: Any
-    model: torch.nn.Module
-    config: Any
-    numbered: Sequence[torch.nn.Module]
-    homed: Sequence[torch.nn.Module]
-    batches: UnitBatches | None
-    sliced: Sequence[torch.nn.Module]
-    set_input_tensor: Any
-    set_is_first_microbatch: Any
-    shapes: AnnouncedShapes | SentShape | None
-    context: Callable[[], AbstractContextManager[Any]] | None
-    scalers: tuple[AuxLossScaler, ...] | None
+from pipegrid.schedules.runtime import Forwarded, Slice
 
 
 @define(eq=False, kw_only=True)
 class MegatronStage:
-    """Runs one microbatch of one stage through `run_model`.
+    """The forward of each microbatch on one stage, as Megatron's ``forward_step``, where replicas act alike.
 
-    In a graph of several modules, inputs are a dict by source module, and the output is one by the stage's own module.
+    ``forward_step_func`` runs the model (`run_model`); its output goes to the next stages or, on a last one, through
+    the loss function. What it needs of a call is set by `begin` and dropped by `end`. In a graph of several modules,
+    inputs are a dict by source module, and the output is one by the stage's own module.
 
     Attributes:
         stage: global number.
-        units: the microbatches of its forwards here.
-        vp_stage: chunk of the module, on a rank with several.
+        first: the first microbatch of a step here.
+        divisor: of mean losses: the microbatches of a step.
         cp_group: context-parallel ranks of the module.
-        expected: the shape of sent messages, where the arguments fix it.
         per_token: losses are sums over tokens.
         weighted: what they count adds up to the microbatches of the job.
         loss_factor: factor of the stage's own loss, for a mean over its own replicas.
         checkpointed: the microbatches that checkpoint all activations, where the others follow the model's own setting.
-        call: the arguments of the running step, and ``model``.
+        model, config: of the running step.
+        run: `run_model` on all but what it receives.
+        starts: the model's ``set_is_first_microbatch``, where it is to be called.
+        numbered: modules with a ``current_microbatch``.
+        sliced: modules with a ``current_slice``, in a plan with slices.
+        shapes: of messages, announced by ``adjust_tensor_shapes_fn`` or expected.
+        scalers: of attached losses; None where nothing is said of them, or nothing is trained.
         infos: the ``info`` of the loss function for each microbatch, behind its number.
         num_tokens: tokens that the losses have counted, where losses are sums over tokens; None before the first.
     """
 
     graph: ModuleGraph
     stage: int
-    units: StageUnits
+    first: int | None
+    divisor: float
     num_slices: int
-    vp_stage: int | None
     cp_group: Any
     forward_only: bool
     collect_non_loss_data: bool
-    expected: SentShape | None
     per_token: bool
     weighted: bool
     loss_factor: float
     checkpointed: Collection[int] | None
-    call: StageCall | None = field(default=None, init=False)
-    model: torch.nn.Module | None = field(default=None, init=False)
-    infos: list[tuple[int, Any]] = field(factory=list, init=False)
-    num_tokens: torch.Tensor | None = field(default=None, init=False)
     outgoing: tuple[Edge, ...] = field(init=False)
     attached: AttachedLosses = field(init=False)
+    model: Any = field(default=None, init=False)
+    config: Any = field(default=None, init=False)
+    run: Any = field(default=None, init=False)
+    starts: Callable[[], object] | None = field(default=None, init=False)
+    numbered: Sequence[torch.nn.Module] = field(default=(), init=False)
+    sliced: Sequence[torch.nn.Module] = field(default=(), init=False)
+    shapes: AnnouncedShapes | SentShape | None = field(default=None, init=False)
+    scalers: tuple[AuxLossScaler, ...] | None = field(default=None, init=False)
+    infos: list[tuple[int, Any]] = field(factory=list, init=False)
+    num_tokens: torch.Tensor | None = field(default=None, init=False)
     _one_module: bool = field(init=False)
-    _first: int | None = field(init=False)
 
     def __attrs_post_init__(self) -> None:
         self._one_module = len(self.graph.modules) == 1
-        self._first = next(iter(self.units.order), None)
         self.attached = AttachedLosses(self.stage)
         self.outgoing = tuple(edge for edge in self.graph.stage_edges if edge.source == self.stage)
 
@@ -119,113 +88,74 @@ class MegatronStage:
         data_iterator: Any,
         model: torch.nn.Module,
         config: Any,
-        announced: AnnouncedShapes | None,
+        shapes: AnnouncedShapes | SentShape | None,
         context: Callable[[], AbstractContextManager[Any]] | None,
         scalers: tuple[AuxLossScaler, ...] | None,
     ) -> None:
-        """Look up, before a step runs, what its forwards need of the model and the config."""
-        batches = data_iterator if isinstance(data_iterator, UnitBatches) else None
-        if batches is not None or self.units.routes is not None:
-            self._require_data(data_iterator, batches)
-        starts = not self.forward_only or call.first_val_step is None or call.first_val_step
-        found = modules_with(modules_in(model), *_NUMBERS)
-        self.infos, self.num_tokens = [], None
-        self.model = model
-        self.call = StageCall(
+        """Look up, before a step runs, what its forwards need of the model and the config.
+
+        ``context`` makes the autocast context of each forward, where there is one.
+        """
+        self.model, self.config, self.shapes, self.scalers = model, config, shapes, scalers
+        found = modules_with(modules_in(model), "current_microbatch", "current_slice")
+        self.numbered = found["current_microbatch"]
+        self.sliced = found["current_slice"] if self.num_slices > 1 else ()
+        if not self.forward_only or call.first_val_step is None or call.first_val_step:
+            self.starts = unwrapped_attribute(model, "set_is_first_microbatch")
+        self.run = partial(
+            run_model,
             call.forward_step_func,
             data_iterator,
             model,
-            config,
-            found["current_microbatch"],
-            found["current_replica"],
-            batches,
-            found["current_slice"] if self.num_slices > 1 else (),
-            unwrapped_attribute(model, "set_input_tensor"),
-            unwrapped_attribute(model, "set_is_first_microbatch") if starts else None,
-            announced or self.expected,
-            context,
-            scalers,
+            set_input_tensor=unwrapped_attribute(model, "set_input_tensor"),
+            context=context,
+            is_last_stage=not self.outgoing,
         )
-
-    def _require_data(self, data_iterator: Any, batches: UnitBatches | None) -> None:
-        """Raise StepArgumentError for an iterator that does not have the batches of this stage's forwards."""
-        if batches is not None and self.units.home(0) is None:
-            raise StepArgumentError(
-                "data_iterator is UnitBatches, and the replica of this rank is not known: pass a pg_collection with "
-                "its dp group"
-            )
-        if batches is not None and self.num_slices > 1:
-            raise StepArgumentError(
-                f"data_iterator is UnitBatches, of whole microbatches: num_slices is {self.num_slices}"
-            )
-        if batches is None and data_iterator is not None and not self.units.in_order_at_home:
-            raise StepArgumentError(
-                f"by its routes stage {self.stage} does not compute all microbatches of replica {self.units.replica} "
-                "in order on this rank, and a plain iterator has these; give data_iterator=UnitBatches(load)"
-            )
 
     def end(self) -> None:
         """Drop all references of the call, so that a deleted model is freed at once."""
-        if self.num_slices > 1:
+        if self.sliced:
             self.resume(None)
-        self.call, self.model, self.infos, self.num_tokens = None, None, [], None
+        self.model = self.config = self.run = self.starts = self.scalers = self.num_tokens = None
+        self.numbered, self.sliced, self.infos = (), (), []
 
     def resume(self, part: Slice | None) -> None:
         """Set ``current_slice`` where modules have one: before a forward, and a backward, which may recompute."""
-        for module in () if self.call is None else self.call.sliced:
+        for module in self.sliced:
             module.current_slice = part  # type: ignore[assignment]
 
     def forward(self, microbatch: int, inputs: Mapping[Edge, Any], part: Slice | None = None) -> Forwarded:
         """See `pipegrid.schedules.Stage.forward`; with slices, an item of the iterator is a slice."""
-        call = self.call
-        assert call is not None  # set by `begin`, before the runtime runs
-        if call.shapes is not None:
+        if self.shapes is not None:
             for payload in inputs.values():
-                call.shapes.check(payload, sent=False, stage=self.stage, microbatch=microbatch)
-        if call.numbered:
-            number = microbatch if self.units.routes is None else self.units.microbatch(microbatch)
-            for module in call.numbered:  # a number is none of what Module.__setattr__ looks for
-                object.__setattr__(module, "current_microbatch", number)
-        for module in call.homed:
-            home = self.units.home(microbatch)
-            module.current_replica = None if home == self.units.replica else home  # type: ignore[assignment]
-        if call.batches is not None:
-            call.batches.begin(self.units.units(microbatch))
+                self.shapes.check(payload, sent=False, stage=self.stage, microbatch=microbatch)
+        for module in self.numbered:  # a number is none of what Module.__setattr__ looks for
+            object.__setattr__(module, "current_microbatch", microbatch)
         if part is not None:
             self.resume(part)
-        if microbatch == self._first and call.set_is_first_microbatch is not None and (part is None or part.is_first):
-            call.set_is_first_microbatch()
+        if self.starts is not None and microbatch == self.first and (part is None or part.is_first):
+            self.starts()
         received = (
             next(iter(inputs.values()), None)
             if self._one_module
             else {self.graph.module_of(edge.source)[0]: payload for edge, payload in inputs.items()}
         )
-        output, loss_func = run_model(
-            call.forward_step_func,
-            call.data_iterator,
-            call.model,
-            received,
-            () if self.checkpointed is None else (microbatch in self.checkpointed,),
-            call.set_input_tensor,
-            call.context,
-            not self.outgoing,
-        )
+        extra = () if self.checkpointed is None else (microbatch in self.checkpointed,)
+        output, loss_func = self.run(received, extra)
         if self.outgoing:
-            found = self._passed_on(call.shapes, received, output, microbatch)
+            found = self._passed_on(received, output, microbatch)
         else:
-            found = self._with_loss(call, output, loss_func, microbatch, part)
-        if call.scalers is not None and self.attached.left:
+            found = self._with_loss(output, loss_func, microbatch, part)
+        if self.scalers is not None and self.attached.left:
             self.attached.watch(
-                [found.loss, *flatten(list(found.outputs.values()))],
+                [found.loss, *found.outputs.values()],
                 microbatch,
-                [each.owner for each in call.scalers],
+                [each.owner for each in self.scalers],
                 partial(self._scales, microbatch),
             )
         return found
 
-    def _passed_on(
-        self, shapes: AnnouncedShapes | SentShape | None, received: Any, output: Any, microbatch: int
-    ) -> Forwarded:
+    def _passed_on(self, received: Any, output: Any, microbatch: int) -> Forwarded:
         """The result of a forward whose output goes to other stages."""
         if output is None and self._one_module:  # the next stage would read data of its own, as a first stage does
             raise StageOutputError(
@@ -237,13 +167,13 @@ class MegatronStage:
             output, own_loss = output.output, self._own_loss(output.loss, microbatch)
         if isinstance(received, list) and not isinstance(output, list):
             output = [output]
-        if shapes is not None:
-            shapes.check(output, sent=True, stage=self.stage, microbatch=microbatch)
+        if self.shapes is not None:
+            self.shapes.check(output, sent=True, stage=self.stage, microbatch=microbatch)
         outputs = dict.fromkeys(self.outgoing, output) if self._one_module else self._by_edge(output, microbatch)
         return Forwarded(outputs, own_loss)
 
     def _with_loss(
-        self, call: StageCall, output: Any, loss_func: Callable[..., Any] | None, microbatch: int, part: Slice | None
+        self, output: Any, loss_func: Callable[..., Any] | None, microbatch: int, part: Slice | None
     ) -> Forwarded:
         """The result of a last stage: the scaled loss; the loss function's info goes to `infos`."""
         if loss_func is None:
@@ -263,20 +193,16 @@ class MegatronStage:
                 "the loss function returned (loss, num_tokens, info) for a slice: the mean over a microbatch needs the "
                 "tokens of all its slices. Set calculate_per_token_loss, or return (loss, info) with the slice's share"
             )
+        per_token = self.per_token
         loss, num_tokens, info = scaled_loss(
-            result,
-            call.config,
-            self.units.divisor,
-            cp_group=self.cp_group,
-            vp_stage=self.vp_stage,
-            per_token=self.per_token,
+            result, self.config, self.divisor, cp_group=self.cp_group, per_token=per_token
         )
         self.infos.append((microbatch, info))
-        if self.per_token and num_tokens is not None:
+        if per_token and num_tokens is not None:
             self.num_tokens = num_tokens if self.num_tokens is None else self.num_tokens + num_tokens
         if self.forward_only:
             return Forwarded({})
-        return Forwarded({}, loss if self.per_token or self.loss_factor == 1.0 else loss * self.loss_factor)
+        return Forwarded({}, loss if per_token or self.loss_factor == 1.0 else loss * self.loss_factor)
 
     def _own_loss(self, loss: torch.Tensor, microbatch: int) -> torch.Tensor | None:
         """A stage's own mean loss, scaled like the loss of the last stage."""
@@ -290,22 +216,21 @@ class MegatronStage:
         self.attached.names["WithLoss"] = None
         return loss * self.scale_of_mean(microbatch)
 
-    def scale_of_mean(self, microbatch: int, of_cp_share: bool = True) -> float:
+    def scale_of_mean(self, microbatch: int, of_cp_share: bool = True, count: int = 1) -> float:
         """What the step multiplies a mean loss of a microbatch by; a loss scale comes on top.
 
         With ``calculate_per_token_loss`` 1, as in Megatron: layers count tokens by themselves. ``of_cp_share``: the
-        loss is a cp rank's share of the mean.
+        loss is a cp rank's share of the mean; ``count``: it is a mean over so many microbatches.
         """
+        del microbatch
         if self.per_token and not self.weighted:
             return 1.0
         cp = self.cp_group.size() if of_cp_share and self.cp_group is not None else 1
-        divisor = 1 if self.weighted else self.units.divisor
-        return self.loss_factor * cp * self.units.served(microbatch) / divisor
+        return self.loss_factor * cp * count / (1 if self.weighted else self.divisor)
 
     def _scales(self, microbatch: int) -> tuple[float, ...]:
         """What an attached loss may be scaled by: it is a cp rank's share of a mean, or a mean over its tokens."""
-        assert self.call is not None  # in a backward
-        scale = grad_scale(self.call.config, one_like(self.call.model)).item()
+        scale = grad_scale(self.config, one_like(self.model)).item()
         return tuple(scale * self.scale_of_mean(microbatch, shared) for shared in (True, False))
 
     def _by_edge(self, output: Any, microbatch: int) -> dict[Edge, Any]:
@@ -335,12 +260,11 @@ class SkippingStage(MegatronStage):
 
     def forward(self, microbatch: int, inputs: Mapping[Edge, Any], part: Slice | None = None) -> Forwarded:
         """See `MegatronStage.forward`."""
-        assert self.call is not None  # set by `begin`
-        give, take = (unwrapped_attribute(self.call.model, name) for name in ("set_skips", "take_skips"))
+        give, take = (unwrapped_attribute(self.model, name) for name in ("set_skips", "take_skips"))
         if give is None or take is None:
             raise StepArgumentError(
                 f"the graph has edges past stages, {', '.join(map(str, self.graph.skips))}, and the model of stage "
-                f"{self.stage}, a {type(self.call.model).__name__}, has no set_skips(arrived) and take_skips()"
+                f"{self.stage}, a {type(self.model).__name__}, has no set_skips(arrived) and take_skips()"
             )
         inside = self.graph.edges_inside(self.graph.module_of(self.stage)[0])
         first = self.graph.stage(self.graph.module_of(self.stage)[0], 0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from functools import partial
 from operator import itemgetter
 from typing import Any
 
@@ -17,7 +16,7 @@ from pipegrid.gradients.main_grad import set_aside
 from pipegrid.gradients.reduction import EarlyReduction, StepGradients
 from pipegrid.plans.plan import Plan, Routes
 from pipegrid.schedules.megatron.aux_losses import AuxLossScales, one_like
-from pipegrid.schedules.megatron.call import LossSums, StepCall, by_stage, require_forward_step
+from pipegrid.schedules.megatron.call import StepCall, by_stage, require_forward_step
 from pipegrid.schedules.megatron.config import aux_loss_scalers, option
 from pipegrid.schedules.megatron.forward import autocast_of
 from pipegrid.schedules.megatron.kinds import StepKind
@@ -25,6 +24,7 @@ from pipegrid.schedules.megatron.no_sync import no_sync_hooks, sync_gradients, s
 from pipegrid.schedules.megatron.prepared import PreparedStep, prepared_step
 from pipegrid.schedules.megatron.units.by_unit import UnitGradients, require_addable_by_unit
 from pipegrid.schedules.megatron.units.numbers import require_equal_routes
+from pipegrid.schedules.megatron.units.stage import RoutedStage
 from pipegrid.schedules.runtime import Hook
 
 _AS_IT_IS: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
@@ -35,14 +35,14 @@ def run_step(kind: StepKind, call: StepCall) -> list[Any]:
     prepared, config = prepared_step(kind, call)
     models = by_stage(prepared.place.held, call.model, "model")
     data_iterators = by_stage(prepared.place.held, call.data_iterator, "data_iterator")
-    announced = None if call.adjust_tensor_shapes_fn is None else prepared.announced(call, config)
+    shapes = prepared.expected if call.adjust_tensor_shapes_fn is None else prepared.announced(call, config)
     scalers = () if not prepared.attaches else aux_loss_scalers(config)
     watched = scalers if prepared.watches else None
     require_forward_step(call.forward_step_func, checkpoints=prepared.checkpoints)
     with prepared.running(config), contextlib.ExitStack() as outside:
         for stage, model in models.items():
             context = autocast_of(config, model) if prepared.autocasts else None
-            prepared.stages[stage].begin(call, data_iterators[stage], model, config, announced, context, watched)
+            prepared.stages[stage].begin(call, data_iterators[stage], model, config, shapes, context, watched)
         early = call.sums if call.sums is not None and call.sums.early else None
         beside = None if early is None else lambda: early.begin(infos_of(prepared))
         if prepared.policy is None:
@@ -52,7 +52,7 @@ def run_step(kind: StepKind, call: StepCall) -> list[Any]:
         else:
             _train(prepared, prepared.gradients(call, models, config), call, outside, beside)
         infos = infos_of(prepared)
-        if call.sums is not None:
+        if call.sums is not None and not call.sums.begun:
             call.sums.begin(infos)
         return infos
 
@@ -103,8 +103,7 @@ def _train(
     def compare() -> None:
         prepared.state.compared = gradients.compare(prepared.state.compared)
         if call.routes is not None:
-            held = {gradients.policy.names[stage]: model for stage, model in models.items()}
-            require_equal_routes(call.pg_collection, held, call.routes, prepared.waiting)
+            require_equal_routes(call.pg_collection, prepared.place, models, call.routes, prepared.waiting)
 
     def finish() -> None:
         outside.close()
@@ -114,22 +113,19 @@ def _train(
             sync_gradients(prepared.plan, config, models)
         if units is not None and reduction is not None:
             units.reduce(reduction, prepared.waiting)
-        forced = bool(call.force_all_reduce)
-        tokens = None
-        if call.sums is not None:
+        if call.sums is not None and not call.sums.begun:
             call.sums.begin(infos_of(prepared))
-            tokens = partial(_second, call.sums)
-        counted = {}
-        if gradients.policy.per_token:
-            counted = {number: stage.num_tokens for number, stage in prepared.stages.items()}
-        gradients.finish(counted, tokens, force_all_reduce=forced)
+        if reduction is None and not gradients.policy.by_hand:
+            return
+        gradients.finish(
+            {number: stage.num_tokens for number, stage in prepared.stages.items()},
+            None if call.sums is None else call.sums.tokens,
+            force_all_reduce=bool(call.force_all_reduce),
+        )
 
+    start = None if call.pg_collection is None else compare  # without groups there is nobody to compare with
     with _AS_IT_IS if reduction is None else set_aside(reduction.parameters):
-        prepared.runtime.step(start=compare, finish=finish, beside=beside, agree=prepared.agreement, batch=call.batch)
-
-
-def _second(sums: LossSums) -> torch.Tensor:
-    return sums.wait()[1]
+        prepared.runtime.step(start=start, finish=finish, beside=beside, agree=prepared.agreement, batch=call.batch)
 
 
 def _hooks(
@@ -138,10 +134,11 @@ def _hooks(
     """The hooks of one call; ``outside`` closes what they have opened."""
     models, config = gradients.models, gradients.config
     hooks: Sequence[Hook] = option(config, "hooks")
-    if prepared.scales:
+    if prepared.attaches:
         one = one_like(list(models.values()))
-        hooks = [*hooks, AuxLossScales(aux_loss_scalers(config), prepared.scale_of_mean, config, one)]
-    if prepared.syncs:
+        scales = {stage: each.scale_of_mean for stage, each in prepared.stages.items()}
+        hooks = [*hooks, AuxLossScales(aux_loss_scalers(config), scales, config, one)]
+    if option(config, "no_sync_func") is not None:
         hooks = [*hooks, *no_sync_hooks(prepared.plan, prepared.actor, config, models, outside)]
     if gradients.reduction is not None and prepared.early:
         early = EarlyReduction(gradients.reduction, prepared.last_backwards, gradients.trained)
@@ -161,8 +158,9 @@ def _unit_gradients(prepared: PreparedStep, gradients: StepGradients, routes: Ro
     require_addable_by_unit(gradients.reduction, gradients.config)
 
     def unit_of(stage: int, number: int) -> tuple[int, int]:
-        units = prepared.stages[stage].units
-        return units.home(number) or 0, units.microbatch(number)
+        routed = prepared.stages[stage]
+        assert isinstance(routed, RoutedStage)  # of a call with routes
+        return routed.units.home(number) or 0, routed.units.microbatch(number)
 
     units = [(replica, number) for replica, count in enumerate(routes.units) for number in range(count)]
     return UnitGradients(gradients.models, units, unit_of)

@@ -111,7 +111,7 @@ class StepAgreement:
             P2PError: one has ended, or said nothing within the deadline.
         """
         self._hear(self._neighbours or ())
-        for one in self._neighbours or ():
+        for one in () if self._batch is None else self._neighbours or ():
             one.end()
 
     def _hear(self, neighbours: Sequence[Handshake]) -> None:

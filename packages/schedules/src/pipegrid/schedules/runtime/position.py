@@ -146,46 +146,30 @@ class BoundPosition:
             copiers=self._copiers,
         )
         deallocation = Deallocation(number) if self._deallocate else None
-        runners = [
-            self._runner(number, passage, own[0], stage, flight, deallocation, edges)
-            for passage, own in passing.items()
-        ]
-        for runner, own in zip(runners, passing.values(), strict=True):
+        runners: list[StageRunner] = []
+        for passage, own in passing.items():
+            back_from = [way for way in passage.leaving if way.edge in plan.gradient_edges]
+            back_to = [way for way in passage.arriving if way.edge in plan.gradient_edges]
+            runner = StageRunner(
+                number,
+                stage,
+                flight,
+                arriving=[self._lent.get(way, self.receives[way]) for way in passage.arriving],
+                leaving=[self.sends[way] for way in passage.leaving],
+                gradients_in=[self.receives[way.back] for way in back_from],
+                gradients_out=[self._summed.get(way.back, self.sends[way.back]) for way in back_to],
+                trains=number not in plan.forward_only,
+                loss_scale=self._loss_scale,
+                deallocation=deallocation,
+                reduced_by_plan=number in self.sharded,
+                declared=self._job.payload_edges,
+                reuses=self._reuse,
+                first=own[0],
+                skipped=frozenset(edges).difference(way.edge for way in passage.leaving),
+            )
             self._runner_of.update({(number, piece): runner for piece in own})
+            runners.append(runner)
         return tuple(runners)
-
-    def _runner(
-        self,
-        number: int,
-        passage: Passage,
-        first: int,
-        stage: Stage,
-        flight: ActivationsInFlight,
-        deallocation: Deallocation | None,
-        edges: Sequence[Edge],
-    ) -> StageRunner:
-        carries = self.plan.gradient_edges
-        leaving = [self.sends[way] for way in passage.leaving]
-        trains = number not in self.plan.forward_only
-        return StageRunner(
-            number,
-            stage,
-            flight,
-            arriving=[self._lent.get(way, self.receives[way]) for way in passage.arriving],
-            leaving=leaving,
-            gradients_in=[self.receives[way.back] for way in passage.leaving if way.edge in carries],
-            gradients_out=[
-                self._summed.get(way.back, self.sends[way.back]) for way in passage.arriving if way.edge in carries
-            ],
-            trains=trains,
-            loss_scale=self._loss_scale,
-            deallocation=deallocation,
-            reduced_by_plan=number in self.sharded,
-            declared=self._job.payload_edges,
-            reuses=self._reuse,
-            first=first,
-            skipped=frozenset(edges).difference(way.edge for way in passage.leaving),
-        )
 
     # For actions
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -20,10 +20,7 @@ from attrs import evolve
 from pipegrid.autograd import compiled_modules
 from pipegrid.core.errors import StepArgumentError
 from pipegrid.core.fields import Seconds, checked, instance
-from pipegrid.monitor import (
-    FIRST_STEP_SECONDS,
-    JobFailedError,
-)
+from pipegrid.monitor import FIRST_STEP_SECONDS, JobFailedError
 from pipegrid.plans.plan import ActionKind
 from pipegrid.plans.simulate import simulate, unit_costs
 from pipegrid.plans.verify import Proof
@@ -63,7 +60,6 @@ _Effect = Annotated[Any, instance(Callable, "a function of an action and of what
 _Scale = Annotated[Any, instance(Callable, "a function from a loss to the scaled loss")]
 
 _COMPILATION = 600.0
-_AS_IT_IS: AbstractContextManager[object] = nullcontext()
 
 
 def _rank_of(communicator: Communicator, monitor: Monitor | None) -> int | None:
@@ -373,7 +369,11 @@ class PipelineRuntime:
                 if start is not None:  # first: a neighbour's difference could end one replica, and leave another in it
                     start()
                 self._agreement.begin("a step" if grad else "an evaluation", agree, batch)
-                with torch.set_grad_enabled(grad), self._order_of_transfers():
+                with torch.set_grad_enabled(grad), ExitStack() as order:
+                    deadline, own = self._bound.deadline or 0.0, self._communicator.deadline
+                    if self._ordered or deadline > own:
+                        order.enter_context(self._communicator.in_order())
+                        order.enter_context(self._communicator.patient(deadline or own))
                     self._bound.start(training=grad)
                     self._bound.beside = beside
                     for cursor.at, call in enumerate(program.calls):
@@ -394,16 +394,6 @@ class PipelineRuntime:
                 self._monitor.end()
         finally:
             self._one_step.release()
-
-    def _order_of_transfers(self) -> AbstractContextManager[object]:
-        """What a step asks of the communicator: nothing, where messages go one by one within its own deadline."""
-        deadline, own = self._bound.deadline, self._communicator.deadline
-        if not self._ordered and (deadline is None or deadline <= own):
-            return _AS_IT_IS
-        order = ExitStack()
-        order.enter_context(self._communicator.in_order())
-        order.enter_context(self._communicator.patient(deadline or own))
-        return order
 
     def _watch(self) -> None:
         """Have the monitor watch this step."""

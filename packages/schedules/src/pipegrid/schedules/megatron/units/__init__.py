@@ -1,1 +1,1 @@
-"""Microbatches by home replica, where replicas differ: their numbers, their data, and routes that ranks agree on."""
+"""Microbatches by home replica, where replicas differ: numbers, data, stages, routes that ranks agree on."""

@@ -5,7 +5,7 @@ Process groups say which replica a rank is of; all replicas have the same routes
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +16,7 @@ from pipegrid.core.errors import StepArgumentError
 from pipegrid.gradients.groups import collection_of, device_of, replica_group, size_of
 from pipegrid.monitor import DisagreementError
 from pipegrid.monitor.collectives import Waiting, texts_of_ranks
-from pipegrid.plans.plan import ActionKind, Plan, Routes, stages_on
+from pipegrid.plans.plan import Routes, stages_on
 from pipegrid.schedules.megatron.units.batches import Unit
 from pipegrid.transport.base import as_communicator
 from pipegrid.transport.collectives.differences import difference
@@ -55,14 +55,12 @@ class StageUnits:
     """What a number of a plan means on one stage: a microbatch of this replica or, with routes, a call of its module.
 
     Attributes:
-        divisor: of its losses: microbatches, or `units_per_replica`.
         module: of the stage.
         replica: of this rank, which is the home of all numbers without routes; None where it is not known.
         routes: of the plan; of one replica, numbers are of its microbatches.
         order: the numbers of the stage's forwards on this rank, in the plan's order.
     """
 
-    divisor: float
     module: str
     replica: int | None
     routes: Routes | None
@@ -95,41 +93,6 @@ class StageUnits:
         assert home is not None  # checked as the step began
         served = (number,) if self.routes is None else self.routes.served(number, self.module)
         return [(home, self.microbatch(unit)) for unit in served]
-
-
-def chunk_numbers(plan: Plan, stages: Iterable[int]) -> dict[int, int]:
-    """The chunk number of each stage, for modules with several stages on this rank."""
-    by_module: dict[str, list[int]] = {}
-    for stage in stages:
-        by_module.setdefault(plan.graph.module_of(stage)[0], []).append(stage)
-    return {stage: chunk for held in by_module.values() if len(held) > 1 for chunk, stage in enumerate(held)}
-
-
-def forwards_on(plan: Plan, position: int, stage: int) -> dict[int, int]:
-    """By microbatch of ``stage``, in order, the number of earlier forwards (of any stage) on ``position``."""
-    forwards = [action for action in plan.actions(position) if action.kind is ActionKind.F]
-    return {action.microbatch or 0: place for place, action in enumerate(forwards) if action.stage == stage}
-
-
-def checkpointed_on(plan: Plan, position: int, stage: int, partial: int) -> frozenset[int]:
-    """The microbatches of ``stage`` that checkpoint all activations: all but the first few of each window in flight.
-
-    ``partial`` is how many follow the model's own setting, of each window of forwards of any stage on ``position``.
-    """
-    window = window_on(plan, position)
-    forwards = forwards_on(plan, position, stage)
-    return frozenset(microbatch for microbatch, place in forwards.items() if place % window >= partial)
-
-
-def window_on(plan: Plan, position: int) -> int:
-    """Number of forwards on ``position`` before its first backward: the microbatches in flight."""
-    count = 0
-    for action in plan.actions(position):
-        if action.kind is ActionKind.F:
-            count += 1
-        elif action.kind.is_compute:
-            break
-    return count
 
 
 def replica_of(call: StepCall, place: Place) -> int | None:
@@ -209,10 +172,10 @@ def _require_same_replicas(job: JobTopology, routes: Routes) -> None:
 
 
 def require_equal_routes(
-    pg_collection: Any, modules: Mapping[str, torch.nn.Module], routes: Routes, waiting: Waiting
+    pg_collection: Any, place: Place, models: Mapping[int, torch.nn.Module], routes: Routes, waiting: Waiting
 ) -> None:
     """Raise DisagreementError on all replicas of a module where one has other ``routes``: divisors would differ."""
-    for name, module in modules.items():
+    for name, module in {place.module_of(stage): model for stage, model in models.items()}.items():
         group = None if pg_collection is None else replica_group(pg_collection, name)
         if group is None or group.size() == 1:
             continue

@@ -24,7 +24,6 @@ from pipegrid.schedules.runtime.stages.deallocation import Deallocation
 from pipegrid.schedules.runtime.stages.edge_queues import RecvQueue, SendQueue
 from pipegrid.schedules.runtime.stages.in_flight import ActivationsInFlight, InFlight, differentiable
 from pipegrid.schedules.runtime.stages.payloads import detached, flatten, gradient_of, map_tensors
-from pipegrid.schedules.runtime.stages.reentrant import reentrant_trap
 from pipegrid.schedules.runtime.stages.reused import copied_from, keep_own_gradients, memory_of
 from pipegrid.schedules.runtime.stages.shared_calls import LentQueue, SummedQueue
 from pipegrid.schedules.runtime.stages.slices import Slice
@@ -36,6 +35,7 @@ from pipegrid.schedules.runtime.stages.stage import (
     ended,
     modules_of,
     payloads_of,
+    reentrant_trap,
 )
 
 if TYPE_CHECKING:

@@ -278,14 +278,14 @@ class Monitor:
                 self._announcement = self._calls.start(self._unbounded.announce, self._steps, what)
                 self._calls.start(self._unbounded.tidy)  # for which no step waits
 
-    def _require_announced(self) -> None:
+    def _require_announced(self, now: float) -> None:
         """End this rank's transfers where the store has not taken an announcement in time."""
         call = self._announcement
         if call is None:
             return
         if not call.done.locked() and call.error is not None:
             self._not_announced(call.error)
-        elif call.done.locked() and time.monotonic() - call.begun > self._patience:
+        elif call.done.locked() and now - call.begun > self._patience:
             self._not_announced(SilentStoreError(f"the store did not answer within {self._patience:.3g} s"))
 
     def _not_announced(self, error: BaseException) -> None:
@@ -424,7 +424,6 @@ class Monitor:
         if watched is None or self._failure is not None:
             return
         self.announce()
-        self._require_announced()
         try:
             device_collectives.check()
         except RuntimeError as error:
@@ -438,7 +437,9 @@ class Monitor:
         stood = now - watched.since
         if watched.deadline is not None and stood > watched.deadline and self._busy(watched):
             self._fail(watched, self._record(self._late(stood, place, watched.deadline)))
-        elif ask:
+            return
+        self._require_announced(now)  # which began behind the step: of two that are late, the step is told
+        if ask and self._failure is None:
             try:
                 if place != watched.published or now - watched.published_at > HEARTBEAT_SECONDS:
                     self._brief.publish(place)

@@ -52,18 +52,18 @@ class BoundedCall:
 
     Attributes:
         function: called with ``arguments``.
+        begun: when, in `time.monotonic` seconds.
         done: locked until it has returned or raised: ``result``, ``error``.
         given_up: whether nobody waits for it any longer; not started by then, it never is.
-        begun: when, in `time.monotonic` seconds.
     """
 
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
+    begun: float
     done: threading.Lock = field(factory=threading.Lock)
     result: Any = None
     error: BaseException | None = None
     given_up: bool = False
-    begun: float = field(factory=time.monotonic)
 
 
 class BoundedCalls:
@@ -116,7 +116,7 @@ class BoundedCalls:
         if not self._threads:
             self._threads.append(threading.Thread(target=_serve, args=(self._calls,), name=self._name, daemon=True))
             self._threads[0].start()
-        call = BoundedCall(function, arguments)
+        call = BoundedCall(function, arguments, time.monotonic())
         call.done.acquire()
         self._calls.put(call)
         return call

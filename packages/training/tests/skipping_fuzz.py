@@ -34,9 +34,9 @@ BEHIND_EMBEDDING = ("tower", "shared", "norms", "scales", "table", "encoder", "e
 class Layer(nn.Module):
     """A layer that takes more than hidden states, and may return what a loss needs."""
 
-    def __init__(self, routes, reads=None):
+    def __init__(self, routes, number=0, reads=None):
         super().__init__()
-        self.reads = reads
+        self.number, self.reads = number, reads
         self.linear, self.routes = nn.Linear(WIDTH, WIDTH), routes
         self.query = nn.Linear(WIDTH, WIDTH)
         if routes:
@@ -53,7 +53,8 @@ class Layer(nn.Module):
             keys, values = kept[self.reads]
             made = made + torch.softmax(self.query(made) @ keys, -1) @ values
         elif kept is not None:
-            kept[len(kept) % 2] = self.query(hidden).transpose(1, 2), made
+            keys = self.query(hidden).transpose(1, 2)
+            kept[self.number] = keys, keys.tanh().transpose(1, 2)
         return (made, self.router(made)) if self.routes else made
 
 
@@ -72,7 +73,7 @@ class Handing(nn.Module):
         reads = (
             [None, None, *(choose.randrange(2) for _ in range(count - 2))] if "keys" in self.kinds else [None] * count
         )
-        self.blocks = nn.ModuleList(Layer("sums for a loss" in self.kinds, each) for each in reads)
+        self.blocks = nn.ModuleList(Layer("sums for a loss" in self.kinds, *each) for each in enumerate(reads))
         self.head = nn.Linear(WIDTH, WORDS)
         if "taps" in self.kinds:
             self.tower = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(choose.randint(1, count)))

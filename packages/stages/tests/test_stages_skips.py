@@ -142,6 +142,43 @@ def test_weights_that_other_stages_read():
     assert [(one.value, one.users) for one in found.proof.skips] == [("embed.weight", (3,)), ("scale", (1, 2, 3))]
 
 
+class Decoder(nn.Module):
+    """A head whose bias has two names, as of RoBERTa."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense, self.decoder = nn.Linear(4, 4), nn.Linear(4, 20)
+        self.bias = nn.Parameter(torch.linspace(-1, 1, 20))
+        self.decoder.bias = self.bias
+
+    def forward(self, hidden):
+        return self.decoder(self.dense(hidden).tanh())
+
+
+class HeadBefore(nn.Module):
+    """A head that is registered before the layers, so on the first stage, with a weight that is the embedding's."""
+
+    def __init__(self):
+        super().__init__()
+        self.head, self.embed = Decoder(), nn.Embedding(20, 4)
+        self.embed.weight = self.head.decoder.weight
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, ids):
+        hidden = self.embed(ids)
+        for layer in self.layers:
+            hidden = layer(hidden).tanh()
+        return self.head(hidden)
+
+
+@pytest.mark.parametrize("layout", ["Et|tt|tL", "E|tttt|L"])
+def test_a_parameter_that_is_handed_on_is_there_under_each_of_its_names(layout):
+    batch = (torch.arange(10).view(2, 5),)
+    found = check_stages(HeadBefore, layout, batch, names=Names("layers"), loss=_mean, dtype=torch.float64)
+    assert found.proof.holds
+    assert max(one.error for one in found.gradients) < 1e-12
+
+
 def test_a_weight_of_a_later_stage_is_named_with_its_line():
     found = prove_cut(lambda: Weights(early=True), "Et|tttL", ids(), names=WEIGHTS, loss=_mean)
     with pytest.raises(CutError, match=r"head\.bias is on stage 1, and stage 0 uses it by add in the model \(test_s"):

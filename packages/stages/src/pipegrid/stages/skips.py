@@ -60,12 +60,14 @@ class Skips:
             in which they run: what they return, with scalars in place of tensors.
         filled: of the layers among them that put entries into mappings among their arguments: these, by argument and
             key, likewise.
+        names: of the parameters among them, all names, by the first.
     """
 
     uses: Mapping[Value, Uses]
     held: Mapping[int, Mapping[Value, int]] = field(factory=dict)
     inside: Mapping[str, Any] = field(factory=dict)
     filled: Mapping[str, Mapping[str, Mapping[Any, Any]]] = field(factory=dict)
+    names: Mapping[str, Sequence[str]] = field(factory=dict)
 
     def there(self, stage: int) -> set[Value]:
         """The values that a stage has, by whatever way."""
@@ -183,9 +185,9 @@ class SkipCarrier:
             layer = layer._modules.setdefault(name, nn.Module())  # type: ignore[assignment]  # noqa: SLF001 -- as above
         layer._modules[path[-1]] = module  # noqa: SLF001 -- `add_module` asks the ghost
 
-    def place_of(self, value: Value) -> tuple[dict[str, Any], str, nn.Module | None]:
+    def place_of(self, parameter: str) -> tuple[dict[str, Any], str, nn.Module | None]:
         """The table and the key by which the model's own code finds a parameter; and the stand-in that has it."""
-        *path, key = value.part.split(".")
+        *path, key = parameter.split(".")
         module, placeholder = self.whole, None
         for name in path:
             module = module._modules[name]  # type: ignore[assignment]  # noqa: SLF001 -- `get_submodule` reads attributes
@@ -195,14 +197,16 @@ class SkipCarrier:
         return table, key, placeholder
 
     def _put(self, value: Value) -> None:
-        """Have the model's own code find a parameter that came, until the end of the forward."""
-        table, key, placeholder = self.place_of(value)
+        """Have the model's own code find a parameter that came, under each of its names, until the end of a forward."""
+        assert self.skips is not None  # set by `prepare`
         tensor = self.values[value]
-        if table[key] is not tensor:
-            self._tables.append((table, key, table[key]))
-            table[key] = tensor
-        if placeholder is not None:
-            self.real.add(str(placeholder.name))
+        for name in self.skips.names[value.part]:
+            table, key, placeholder = self.place_of(name)
+            if table[key] is not tensor:
+                self._tables.append((table, key, table[key]))
+                table[key] = tensor
+            if placeholder is not None:
+                self.real.add(str(placeholder.name))
 
     def _own_parameter(self, value: Value) -> Tensor:
         parameter = self.whole.get_parameter(value.part)

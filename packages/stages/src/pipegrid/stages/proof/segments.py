@@ -151,7 +151,7 @@ class _Stage(nn.Module):
         """The tensor that came in place of a value; a parameter is known by its name wherever it is."""
         if not value.is_parameter:
             return self.given[value]
-        table, key, _ = self.carrier.place_of(value)
+        table, key, _ = self.carrier.place_of(value.part)
         return table[key]
 
     def traced(self, whole: Trace, call: ModelCall) -> Trace:

@@ -60,7 +60,7 @@ def crossings_of(forward: Trace, outline: Outline, uses: Iterable[tuple[Traced, 
     tensors = {value: tensor for each in (forward.inside, forward.returned) for tensor, value, _ in each.values()}
     inputs = [pair for uses in forward.parameters.values() for use in uses for pair in use.inputs]
     tensors |= {Value(one.parameter): one for one, _ in inputs if one.parameter}
-    skips = _skips(forward, outline.assignment, finder, users, tensors)
+    skips = _skips(forward, outline, finder, users, tensors)
     parameters = {(value.part, stage) for value, stages in users.items() if value.is_parameter for stage in stages}
     return Crossings(skips, {value: tensors[value] for value in skips.uses}, frozenset(parameters), frozenset(left))
 
@@ -74,11 +74,12 @@ def is_there(forward: Trace, outline: Outline, skips: Skips, tensor: Traced, sta
 
 def _skips(
     forward: Trace,
-    assignment: Assignment,
+    outline: Outline,
     finder: _Finder,
     users: Mapping[Value, set[int]],
     tensors: Mapping[Value, Traced],
 ) -> Skips:
+    assignment = outline.assignment
     held: dict[int, dict[Value, int]] = {}
     found: dict[Value, Uses] = {}
     for value in sorted(users):
@@ -98,7 +99,8 @@ def _skips(
     parts = {value.part for value in found}
     inside = {part: result for part, result in forward.results_inside.items() if part in parts}
     filled = {part: entries for part, entries in forward.filled.items() if part in parts}
-    return Skips(found, {stage: values for stage, values in kept.items() if values}, inside, filled)
+    names = {part: [name for name, first in outline.first_names.items() if first == part] for part in parts}
+    return Skips(found, {stage: values for stage, values in kept.items() if values}, inside, filled, names)
 
 
 def _delivers(uses: Uses, users: set[int], assignment: Assignment) -> bool:

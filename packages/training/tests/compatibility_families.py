@@ -288,6 +288,9 @@ FAMILIES = {
     "RoBERTa": text(
         "RobertaForMaskedLM", "RobertaConfig", names="roberta.encoder.layer", generates=False, **_NO_DROPOUT
     ),
+    "XLM-RoBERTa, causal": text(
+        "XLMRobertaForCausalLM", "XLMRobertaConfig", names="roberta.encoder.layer", is_decoder=True, **_NO_DROPOUT
+    ),
     "ModernBERT": text(
         "ModernBertForMaskedLM",
         "ModernBertConfig",

@@ -58,6 +58,11 @@ class LowRank(nn.Module):
         return self.base_layer(x) + 2 * self.lora_B["default"](self.lora_A["default"](x))
 
 
+def small_text():
+    """The sizes of a tiny model of text, by the names that most configs have for them."""
+    return dict(_TEXT)
+
+
 def text_model(model, config, **options):
     """A function that makes a tiny model of a family."""
     return lambda: getattr(transformers, model)(getattr(transformers, config)(**{**_TEXT, **options}))

@@ -394,11 +394,10 @@ def test_the_command_ends_with_1_where_stages_differ_and_2_where_nothing_is_comp
             main(["check", wrong, LAYOUT])
         assert ended.value.code == 2
         assert text in capsys.readouterr().err
-    options = {"num_key_value_heads": 2, "layer_types": ["full_attention"] * 4, "num_kv_shared_layers": 2}
-    options |= {"head_dim": 8, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 40, "laurel_rank": 4}
-    options |= {"num_hidden_layers": 4, "altup_num_inputs": 2, "activation_sparsity_pattern": [0.0] * 4}
-    keys = transformers.Gemma3nTextConfig(**tiny().to_dict() | options | {"output_hidden_states": True})
-    assert main(["check", saved(tmp_path, keys), "Et|tt|tL", "--class", "Gemma3nForCausalLM"]) == 1
+    sizes = {"vocab_size": 40, "hidden_size": 16, "dim_head": 4, "dim_ff": 32, "num_hidden_layers": 4}
+    late = transformers.CpmAntConfig(**sizes, num_attention_heads=4, output_hidden_states=True)  # its embedding is last
+    where = ["--class", "CpmAntForCausalLM", "--layers", "cpmant.encoder.layers"]
+    assert main(["check", saved(tmp_path, late), "Et|tt|tL", *where]) == 1
     out = capsys.readouterr().out
     assert ": not proved" in out
     assert "without output_hidden_states=True there may be less to send" in out

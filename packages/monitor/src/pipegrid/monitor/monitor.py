@@ -257,7 +257,7 @@ class Monitor:
         if call is not None:
             try:
                 self._calls.wait(call, seconds=self._patience)
-            except Exception as error:  # noqa: BLE001 -- of whatever store; told below
+            except Exception as error:  # noqa: BLE001 -- the errors of any store; raised below as JobFailedError
                 self._not_announced(error)
         if self._watched is not None:
             self._watched.running = False
@@ -279,7 +279,10 @@ class Monitor:
                 self._calls.start(self._unbounded.tidy)  # for which no step waits
 
     def _require_announced(self, now: float) -> None:
-        """End this rank's transfers where the store has not taken an announcement in time."""
+        """End this rank's transfers where the store has refused an announcement, or not taken it within the deadline.
+
+        ``now``: in `time.monotonic` seconds.
+        """
         call = self._announcement
         if call is None:
             return
@@ -438,7 +441,7 @@ class Monitor:
         if watched.deadline is not None and stood > watched.deadline and self._busy(watched):
             self._fail(watched, self._record(self._late(stood, place, watched.deadline)))
             return
-        self._require_announced(now)  # which began behind the step: of two that are late, the step is told
+        self._require_announced(now)  # after the place: where both are late, the error is that of the step
         if ask and self._failure is None:
             try:
                 if place != watched.published or now - watched.published_at > HEARTBEAT_SECONDS:

@@ -54,7 +54,7 @@ class BoundedCall:
         function: called with ``arguments``.
         begun: when, in `time.monotonic` seconds.
         done: locked until it has returned or raised: ``result``, ``error``.
-        given_up: whether nobody waits for it any longer; not started by then, it never is.
+        given_up: its wait ended at the deadline; a call that the thread has not begun by then is dropped.
     """
 
     function: Callable[..., Any]

@@ -123,7 +123,7 @@ def _train(
             force_all_reduce=bool(call.force_all_reduce),
         )
 
-    start = None if call.pg_collection is None else compare  # without groups there is nobody to compare with
+    start = None if call.pg_collection is None else compare  # groups say which ranks are replicas
     with _AS_IT_IS if reduction is None else set_aside(reduction.parameters):
         prepared.runtime.step(start=start, finish=finish, beside=beside, agree=prepared.agreement, batch=call.batch)
 

@@ -21,6 +21,7 @@ from pipegrid.topology import HyperCommGrid
 from pipegrid.topology.bounded_calls import BoundedCalls
 from pipegrid.training import Names, Pipeline
 from pipegrid.transport import Edge, P2PCommunicator, P2PConfig
+from pipegrid.transport.collectives.rows import Rows
 
 WIDTH = 8
 
@@ -191,6 +192,7 @@ def started(monkeypatch):
     for name in COLLECTIVES:
         if hasattr(dist, name):
             monkeypatch.setattr(dist, name, note(name, getattr(dist, name)))
+    monkeypatch.setattr(Rows, "send", note("rows", Rows.send))
     for name in OF_GROUPS:
         monkeypatch.setattr(dist.ProcessGroup, name, note(name, getattr(dist.ProcessGroup, name)))
     return found
@@ -219,10 +221,10 @@ def test_a_call_has_one_collective_and_its_thread_no_call_of_a_store(ranks, monk
             asked.clear()
             started.clear()
             run(batch(rows, seed=1))  # also where its messages are announced, as those of other shapes are
-            assert (started, asked) == (["alltoall_base"], [])
+            assert (started, asked) == (["rows"], [])
         started.clear()
         job.clip(1.0)
-        assert started == ["alltoall_base"]
+        assert started == ["rows"]
 
 
 @pytest.mark.ranks(2)
@@ -234,7 +236,7 @@ def test_replicas_add_up_counts_losses_and_gradients_in_a_collective_each(ranks,
             started.clear()
             job.step(batch(4, seed=ranks.rank))
             torch.optim.SGD(job.parameters(), lr=0.1).step()
-        assert started == ["alltoall_base", "alltoall_base", "all_reduce"]
+        assert started == ["rows", "rows", "all_reduce"]
 
 
 @pytest.mark.ranks(2)
@@ -249,7 +251,7 @@ def test_losses_start_back_behind_the_last_forward_of_a_rank(ranks, started):
             torch.optim.SGD(job.parameters(), lr=0.1).step()
         started.clear()
         job.step(batch(8))
-    steady = "F F B F B F alltoall_base B B" if ranks.rank == 0 else "F B F B F B F B alltoall_base"
+    steady = "F F B F B F rows B B" if ranks.rank == 0 else "F B F B F B F B rows"
     assert " ".join(started) == steady
 
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import reduce
+from operator import add
 
 import torch
 import torch.distributed as dist
 
 from pipegrid.monitor.collectives import REDUCTION, Waiting
 from pipegrid.topology.torch_compat import backend_of
-from pipegrid.transport.collectives.starting import start, start_few
+from pipegrid.transport.collectives.rows import MOST, Rows
+from pipegrid.transport.collectives.starting import start
 from pipegrid.transport.collectives.waiting import device_collectives
+from pipegrid.transport.errors import CollectiveFailedError
 from pipegrid.transport.streams import has_streams
 
 
@@ -30,24 +33,56 @@ def all_reduce(
     return lambda waiting: waiting.wait(work, tensor, group)
 
 
-def reduce_few(
-    numbers: torch.Tensor, group: dist.ProcessGroup | None, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
-) -> Callable[[Waiting], None]:
-    """`all_reduce` of a few numbers, of which only the delay matters: over gloo each goes to every rank at once.
+def expect_few(group: dist.ProcessGroup | None, device: torch.device) -> Rows | None:
+    """Post the receives of a `reduce_few` that will come, of numbers on ``device``; None where nothing is posted."""
+    group = group or dist.group.WORLD
+    if group is None or has_streams(device) or backend_of(group, device).name() != "gloo":
+        return None
+    return Rows(group)
 
-    A ring, gloo's all-reduce, takes a message after the other from rank to rank, twice round. ``op``: a sum, in the
-    order of the ranks on all of them, or the maximum.
+
+def reduce_few(
+    numbers: torch.Tensor,
+    group: dist.ProcessGroup | None,
+    op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
+    rows: Rows | None = None,
+) -> Callable[[Waiting], None]:
+    """`all_reduce` of a few numbers, of which only the delay matters: over gloo up to 15 go to every rank at once.
+
+    A ring, gloo's all-reduce, takes a message after the other from rank to rank, twice round. Between ranks numbers are
+    float64.
+
+    Args:
+        numbers: reduced in place.
+        group: of the ranks; None: the default one.
+        op: a sum, in the order of the ranks on all of them, or the maximum.
+        rows: of `expect_few`, if that was called.
+
+    Returns:
+        What waits for the result.
+
+    Raises:
+        CollectiveFailedError: from the wait, where ranks have reduced unequally many numbers.
     """
     group = group or dist.group.WORLD
-    if group is None or has_streams(numbers.device) or backend_of(group, numbers.device).name() != "gloo":
+    if rows is None and numbers.numel() <= MOST:
+        rows = expect_few(group, numbers.device)
+    if rows is None or group is None:
         return all_reduce(numbers, group, op)
-    own = numbers.reshape(1, -1).expand(group.size(), -1).contiguous()
-    every = torch.empty_like(own)
-    work = start_few("alltoall_base", group, every, own, [], [])
-    combine = torch.maximum if op == dist.ReduceOp.MAX else torch.add
+    rows.send(numbers.reshape(-1).tolist())
 
     def wait(waiting: Waiting) -> None:
-        waiting.wait(work, every, group)
-        numbers.copy_(reduce(combine, every.unbind()).view_as(numbers))
+        waiting.wait(rows, numbers, group)
+        every = rows.here()
+        if len(lengths := {len(row) for row in every}) > 1:
+            raise CollectiveFailedError(
+                f"{waiting.what} failed: ranks have met in different calls, which add up {sorted(lengths)} numbers; "
+                "every rank calls the same functions in one order"
+            )
+        if op == dist.ReduceOp.MAX:
+            found = numbers.new_tensor(every, dtype=torch.float64).amax(dim=0)
+        else:
+            found = numbers.new_tensor([reduce(add, each) for each in zip(*every, strict=True)], dtype=torch.float64)
+        numbers.copy_(found.view_as(numbers))
 
     return wait

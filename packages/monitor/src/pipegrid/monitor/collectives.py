@@ -10,7 +10,9 @@ import torch.distributed as dist
 from attrs import frozen
 
 from pipegrid.monitor.long_waits import long_waits
+from pipegrid.transport.collectives.differences import listed
 from pipegrid.transport.collectives.gathering import gather_text
+from pipegrid.transport.collectives.rows import Rows
 from pipegrid.transport.collectives.waiting import NotDone, device_collectives, finish, host_collectives, lost_ranks
 from pipegrid.transport.errors import CollectiveFailedError
 from pipegrid.transport.streams import has_streams
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
 
 _MOMENT_SECONDS = 1.0
 REDUCTION = "a reduction of gradients"
+Work = dist.Work | Rows
 
 
 @frozen
@@ -39,7 +42,7 @@ class Waiting:
     of_step: bool = False
 
     def wait(
-        self, work: dist.Work | None, tensor: torch.Tensor, group: dist.ProcessGroup | None, *, host: bool = False
+        self, work: Work | None, tensor: torch.Tensor, group: dist.ProcessGroup | None, *, host: bool = False
     ) -> None:
         """Wait for ``work`` of ``group`` (None: the default one) on ``tensor``; ``host`` holds the host in any case.
 
@@ -53,16 +56,15 @@ class Waiting:
         try:
             failed = self._finish(work, group, on_device=has_streams(tensor.device), host=host)
             if failed is not None:
-                self._raise(failed, tensor, group)
+                self._raise(failed, work, tensor, group)
         except BaseException:
             if not self.of_step:
                 host_collectives.cut([group])
             raise
 
-    def _raise(self, failed: NotDone, tensor: torch.Tensor, group: dist.ProcessGroup | None) -> NoReturn:
+    def _raise(self, failed: NotDone, work: Work, tensor: torch.Tensor, group: dist.ProcessGroup | None) -> NoReturn:
         if failed.why == "late":
-            ranks = _ranks(group)
-            absent = long_waits().absent(self.what, ranks) or f"one of the other ranks of {ranks} has not joined it"
+            absent = self._absent(work, group) or f"one of the other ranks of {_ranks(group)} has not joined it"
             raise CollectiveFailedError(
                 f"{self.what} did not end within the deadline of {self.deadline:.3g} s: {absent}; rebuild the process "
                 "groups before the next step"
@@ -70,9 +72,15 @@ class Waiting:
         who = "" if failed.why == "aborted" else f"{_lost(group, tensor)} has ended, or closed its connection "
         raise CollectiveFailedError(f"{self.what} failed: {who}({failed.text})") from failed.error
 
-    def _finish(
-        self, work: dist.Work, group: dist.ProcessGroup | None, *, on_device: bool, host: bool
-    ) -> NotDone | None:
+    def _absent(self, work: Work, group: dist.ProcessGroup | None) -> str:
+        """The ranks of ``group`` that have not joined, in words; empty where nothing tells."""
+        ranks = _ranks(group)
+        if not isinstance(work, Rows):
+            return long_waits().absent(self.what, ranks)
+        absent = [ranks[index] for index in work.missing()]
+        return f"{listed(absent)} {'has' if len(absent) == 1 else 'have'} not joined it"
+
+    def _finish(self, work: Work, group: dist.ProcessGroup | None, *, on_device: bool, host: bool) -> NotDone | None:
         earlier = device_collectives.failed()
         if earlier is not None:
             _, error = earlier
@@ -96,7 +104,7 @@ class Waiting:
         else:
             failed = self.monitor.finish(
                 work, group, self.what, on_device=on_device, host=host, deadline=deadline, look=look,
-                absent=lambda: long_waits().absent(self.what, _ranks(group)),
+                absent=lambda: self._absent(work, group),
             )  # fmt: skip
         if failed is None and said:
             long_waits().end()

@@ -30,7 +30,13 @@ from pipegrid.monitor.device_progress import progress_of
 from pipegrid.monitor.last_seen import HEARTBEAT_SECONDS, LastSeen
 from pipegrid.topology.addresses import server_of
 from pipegrid.topology.bounded_calls import BoundedCall, BoundedCalls, SilentStoreError
-from pipegrid.transport.collectives.waiting import NotDone, device_collectives, finish, host_collectives
+from pipegrid.transport.collectives.waiting import (
+    BACKSTOP_SECONDS,
+    NotDone,
+    device_collectives,
+    finish,
+    host_collectives,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -43,6 +49,7 @@ FIRST_STEP_SECONDS = 1800.0
 _LOOK_SECONDS = 0.1
 # Seconds that a look or a failing rank waits for one call of the store, and for the final positions of the others.
 _BRIEF_SECONDS = 0.5
+_BETWEEN = "between steps"
 _STUCK_SECONDS = 0.05  # the same where the last call has not returned
 
 
@@ -100,7 +107,8 @@ class _Watched:
     abort: Callable[[str], object]
     deadline: float | None
     running: bool = True
-    beside: str = "between steps"
+    beside: str = _BETWEEN
+    absent: Callable[[], str] = str  # who has not joined what it waits for there
     place: str = ""
     published: str = ""
     published_at: float = 0.0
@@ -387,7 +395,7 @@ class Monitor:
         watched, began = self._watched, time.monotonic()
         deadline = self.deadline or deadline
         if watched is not None:
-            watched.beside = what
+            watched.beside, watched.absent = what, absent
 
         def given_up() -> str | None:
             look()
@@ -398,7 +406,7 @@ class Monitor:
             group,
             on_device=on_device,
             host=host or self.progress is None,
-            end=None if deadline is None else began + deadline,
+            end=None if deadline is None else began + deadline + (watched is not None) * _backstop_of(work),
             given_up=given_up,
         )
         if failed is not None and failed.why == "late" and deadline is not None:
@@ -412,7 +420,7 @@ class Monitor:
         if failed is None and self.progress is not None and on_device:
             self.progress.mark(what)
         if failed is None and watched is not None:
-            watched.beside = "between steps"
+            watched.beside, watched.absent = _BETWEEN, str
         return failed
 
     def close(self) -> None:
@@ -439,7 +447,7 @@ class Monitor:
             watched.place, watched.since = place, now
         stood = now - watched.since
         if watched.deadline is not None and stood > watched.deadline and self._busy(watched):
-            self._fail(watched, self._record(self._late(stood, place, watched.deadline)))
+            self._fail(watched, self._record(self._late(stood, place, watched.deadline, watched.absent)))
             return
         self._require_announced(now)  # after the place: where both are late, the error is that of the step
         if ask and self._failure is None:
@@ -449,7 +457,7 @@ class Monitor:
                     watched.published, watched.published_at = place, now
                 failure = self._brief.failure()
                 self._last_seen.answered()
-                self._last_seen.listen(stood if place != "between steps" else 0.0, watched.deadline)
+                self._last_seen.listen(stood if place != _BETWEEN else 0.0, watched.deadline)
             except RuntimeError:
                 self._last_seen.unanswered()
                 return  # neighbours notice the death of its process, and deadlines hold without the store
@@ -496,7 +504,11 @@ class Monitor:
         return f"{silence} ({text})" if silence else f"{text}: {absent() or 'look at what it waits for'}"
 
     def _busy(self, watched: _Watched) -> bool:
-        return watched.running or (self.progress is not None and self.progress.oldest() is not None)
+        return (
+            watched.running
+            or watched.beside != _BETWEEN
+            or (self.progress is not None and self.progress.oldest() is not None)
+        )
 
     def _name(self, plan: AnyPlan) -> str:
         if self._plan is not None and self._plan[0] is plan:
@@ -505,6 +517,11 @@ class Monitor:
 
 
 _REBUILD = "Rebuild the communicator, the runtime and the monitor, with a store of another label"
+
+
+def _backstop_of(work: Any) -> float:
+    """Seconds that the thread has to end a wait that closes connections by itself, after the record of the cause."""
+    return BACKSTOP_SECONDS if getattr(work, "single", False) else 0.0
 
 
 def _first_line(failure: Failure) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Sequence
 
 import torch
@@ -10,10 +11,11 @@ import torch.distributed as dist
 from attrs import define, field
 from torch import Tensor
 
-from pipegrid.gradients.all_reduce import reduce_few
+from pipegrid.gradients.all_reduce import expect_few, reduce_few
 from pipegrid.monitor import DisagreementError
 from pipegrid.monitor.collectives import Waiting
 from pipegrid.training.pipeline.microbatches import Microbatch
+from pipegrid.transport.collectives.rows import Rows
 from pipegrid.transport.streams import has_streams
 
 ROWS, LABELS, FOLLOWING, ELEMENTS, FOLLOWING_ELEMENTS, MICROBATCHES = range(6)
@@ -22,7 +24,7 @@ NAMES = ("rows", "labels", "following labels", "labels with padding", "following
 CALLS = ("step", "evaluate", "clip")
 """Methods of a `Pipeline`. Each has an all-reduce over the job, of one layout, in which it has a mark."""
 
-_LOOK_SECONDS = 0.2
+_LOOK_SECONDS, _POLL_SECONDS = 0.2, 0.005
 
 
 _MARKS = {call: [float(call == each) for each in CALLS] for call in CALLS}
@@ -80,6 +82,11 @@ class CallMeeting:
     sums: Tensor = field(init=False)
     _wait: Callable[[Waiting], None] | None = field(default=None, init=False)
     _started: bool = field(default=False, init=False)
+    _rows: Rows | None = field(default=None, init=False)
+
+    def expect(self) -> None:
+        """Be ready for what the others tell, before this rank does."""
+        self._rows = expect_few(self.group, self.device)
 
     def start(self, counts: Sequence[float] = (), *, told: Tensor | None = None, ready: bool = False) -> None:
         """Start to add up the ``counts`` of the microbatches whose loss this rank has (`sums_of`).
@@ -90,7 +97,9 @@ class CallMeeting:
         self.sums = torch.tensor(row, dtype=torch.float64, device=self.device)
         if told is not None:
             self.sums[: len(told)] = told
-        self._started, self._wait = True, reduce_few(self.sums, self.group)
+        if self._rows is None:
+            self.expect()
+        self._started, self._wait = True, reduce_few(self.sums, self.group, rows=self._rows)
 
     def wait(self) -> None:
         """Wait for the others; the host reads what they do where it is on it.
@@ -111,11 +120,17 @@ class CallMeeting:
 
     def look(self) -> None:
         """Raise as `wait`, in a call that has failed: the neighbours of a rank in another call see it end."""
-        if not has_streams(self.device):
-            self.waiting = Waiting(_LOOK_SECONDS, of_step=True)
-            with contextlib.suppress(RuntimeError):  # which has its own place in the failure
-                if not self._started:
-                    self.start()
+        if has_streams(self.device):
+            return
+        with contextlib.suppress(RuntimeError):  # which has its own place in the failure
+            if not self._started:
+                self.start()
+            rows, end = self._rows, time.monotonic() + _LOOK_SECONDS
+            while rows is not None and rows.missing() and time.monotonic() < end:
+                time.sleep(_POLL_SECONDS)
+            for row in () if rows is None else rows.here():
+                require_one_call(self.call, row)
+            if rows is not None and not rows.missing():  # the group goes on, where all have failed alike
                 self.wait()
 
     def require_one_call(self) -> None:

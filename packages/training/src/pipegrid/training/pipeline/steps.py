@@ -171,6 +171,8 @@ class Steps:
         what = f"the {'mean loss' if together else 'counts'} of {call}()"
         waiting = Waiting(self.config.deadline, self.config.monitor, what, of_step=together)
         meeting = CallMeeting(call, self.device, self.config.job_group, waiting)
+        if together and self._losing:  # a last stage, which has to wait now; the others are ready before it is
+            meeting.expect()
         if not together:
             skips = self.connect is not None and self._find_skips(given["data_iterator"])
             meeting.start(own if self._is_counted else (), ready=skips or updated)
@@ -268,19 +270,19 @@ class Steps:
 
         ``together``: the ranks meet in this one all-reduce; ``updated``: then with this as `CallMeeting.ready`.
         """
-        zeros = torch.zeros(_TOLD, dtype=torch.float64, device=self.device)
-        told = torch.stack([zeros, *infos]).sum(dim=0) if infos and self._is_counted else zeros
+        told = torch.stack(list(infos)).sum(dim=0) if infos and self._is_counted else None
         if together:
             meeting.start(told=told, ready=updated)
             return meeting.met
         what = f"the mean loss of {meeting.call}()"
         waiting = Waiting(self.config.deadline, self.config.monitor, what, of_step=True)
-        wait = reduce_few(told, self.config.job_group)
+        sums = torch.zeros(_TOLD, dtype=torch.float64, device=self.device) if told is None else told
+        wait = reduce_few(sums, self.config.job_group)
 
         def both() -> Tensor:
             meeting.wait()
             wait(waiting)
-            return told
+            return sums
 
         return both
 

@@ -38,16 +38,6 @@ def start(
     return work
 
 
-def start_few(collective: str, group: dist.ProcessGroup, *arguments: Any, **options: Any) -> dist.Work:
-    """`start` for a few numbers over gloo: the method ``collective`` of ``group``, without torch's checks before it.
-
-    These take longer than the message; so the tensors are those of this project.
-    """
-    work: dist.Work = getattr(group, collective)(*arguments, **options)
-    host_collectives.add(work, group)
-    return work
-
-
 def wait_inside(work: dist.Work | None) -> None:
     """Wait for a collective inside a compute, as tensor parallelism has them.
 

@@ -9,6 +9,7 @@ a bare pointer to the backend of its group.
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
 import time
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 Label = TypeVar("Label")
 
 _SLICE_SECONDS = 0.05  # of a wait of the host, between two looks whether its user has given up
+BACKSTOP_SECONDS = 1.0
+"""Of a wait for `rows.Rows` beside a thread that ends it at its time: past its end, gloo closes connections."""
 _PROBE = 2**29  # a tag of no message
 _LONGEST = 600  # characters of a backend's text, which may pass on the first failure
 
@@ -82,7 +85,9 @@ def finish(
         while (reason := given_up()) is None and (host or not on_device):
             if late:
                 return NotDone("late")
-            left = _SLICE_SECONDS if end is None else min(_SLICE_SECONDS, end - time.monotonic())
+            left = math.inf if end is None else end - time.monotonic()
+            if not getattr(work, "single", False):
+                left = min(_SLICE_SECONDS, left)
             if _ticket(work, group).done_within(left) if in_streams else _done_on_host(work, left):
                 break
             late = end is not None and time.monotonic() >= end
@@ -102,7 +107,7 @@ def finish(
 def _done_on_host(work: Any, seconds: float) -> bool:
     """Wait for ``seconds``; a collective's wait that times out leaves it as it is, unlike that of a transfer."""
     try:
-        work.wait(timedelta(seconds=max(seconds, 1e-3)))
+        work.wait(*(() if seconds == math.inf else (timedelta(seconds=max(seconds, 1e-3)),)))
     except RuntimeError:
         if not device_aborts.poll(work.is_completed):
             return False

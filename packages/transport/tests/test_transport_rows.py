@@ -1,0 +1,68 @@
+"""A few numbers of each rank, told to all."""
+
+from __future__ import annotations
+
+import math
+import time
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from pipegrid.testing import Fault
+from pipegrid.transport.collectives.rows import MOST, Rows
+from pipegrid.transport.collectives.waiting import finish
+
+
+@pytest.mark.ranks(3)
+def test_rows_come_to_all_ranks_however_far_one_is_ahead(ranks):
+    group = dist.group.WORLD
+    ahead = [Rows(group) for _ in range(3)] if ranks.rank == 1 else None
+    for turn in range(3):
+        rows = Rows(group) if ahead is None else ahead[turn]
+        numbers = [float(10 * turn + ranks.rank), -math.inf, math.nan][: 1 + turn]
+        rows.send(numbers if turn else numbers * MOST)
+        assert finish(rows, group, on_device=False, end=time.monotonic() + 20) is None
+        assert rows.is_completed()
+        assert not rows.missing()
+        found = rows.here()
+        assert [row[0] for row in found] == [10.0 * turn, 10.0 * turn + 1, 10.0 * turn + 2]
+        assert {len(row) for row in found} == {1 + turn if turn else MOST}
+
+
+@pytest.mark.ranks(3)
+def test_memory_tells_who_is_missing_also_behind_a_wait_that_was_late(ranks):
+    group = dist.new_group([0, 1, 2], timeout=timedelta(minutes=10))
+    rows = Rows(group)
+    if ranks.rank != 2:
+        rows.send([1.0])
+        limit = time.monotonic() + 20
+        while rows.missing() != [2] and time.monotonic() < limit:
+            time.sleep(0.001)
+        assert rows.missing() == [2]
+        assert rows.here() == [[1.0], [1.0]]
+    ranks.barrier()
+    if ranks.rank != 2:  # the end of one wait is not that of the other, which can name who is missing as well
+        began, seconds = time.monotonic(), 0.3 + ranks.rank
+        failed = finish(rows, group, on_device=False, end=began + seconds)
+        assert failed is not None
+        assert failed.why == "late"
+        assert seconds - 0.1 < time.monotonic() - began < 10
+        assert rows.missing() == [2]
+        assert not rows.is_completed()
+    ranks.barrier()
+
+
+@pytest.mark.ranks(2)
+def test_a_rank_that_ends_is_lost_at_once(ranks):
+    ranks.plan_fault(Fault("kill", rank=1, at="here"))
+    rows = Rows(dist.group.WORLD)
+    ranks.barrier()
+    ranks.reach("here")
+    rows.send([1.0])
+    began = time.monotonic()
+    failed = finish(rows, dist.group.WORLD, on_device=False, end=began + 60)
+    assert failed is not None
+    assert failed.why == "lost"
+    assert time.monotonic() - began < 10
+    assert rows.missing() == [1]

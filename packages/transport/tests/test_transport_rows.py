@@ -14,12 +14,18 @@ from pipegrid.transport.collectives.rows import MOST, Rows
 from pipegrid.transport.collectives.waiting import finish
 
 
+def posted(group):
+    rows = Rows(group)
+    rows.post()
+    return rows
+
+
 @pytest.mark.ranks(3)
 def test_rows_come_to_all_ranks_however_far_one_is_ahead(ranks):
     group = dist.group.WORLD
-    ahead = [Rows(group) for _ in range(3)] if ranks.rank == 1 else None
+    ahead = [posted(group) for _ in range(3)] if ranks.rank == 1 else None
     for turn in range(3):
-        rows = Rows(group) if ahead is None else ahead[turn]
+        rows = posted(group) if ahead is None else ahead[turn]
         numbers = [float(10 * turn + ranks.rank), -math.inf, math.nan][: 1 + turn]
         rows.send(numbers if turn else numbers * MOST)
         assert finish(rows, group, on_device=False, end=time.monotonic() + 20) is None
@@ -30,10 +36,22 @@ def test_rows_come_to_all_ranks_however_far_one_is_ahead(ranks):
         assert {len(row) for row in found} == {1 + turn if turn else MOST}
 
 
+@pytest.mark.ranks(2)
+def test_their_memory_is_used_again(ranks):
+    rows = Rows(dist.group.WORLD)
+    for turn in range(50):
+        assert rows.is_free
+        rows.post()
+        assert not rows.is_free
+        rows.send([float(turn)] * (1 + turn % MOST))
+        assert rows.wait(timedelta(seconds=20))
+        assert rows.here() == [[float(turn)] * (1 + turn % MOST)] * 2
+
+
 @pytest.mark.ranks(3)
 def test_memory_tells_who_is_missing_also_behind_a_wait_that_was_late(ranks):
     group = dist.new_group([0, 1, 2], timeout=timedelta(minutes=10))
-    rows = Rows(group)
+    rows = posted(group)
     if ranks.rank != 2:
         rows.send([1.0])
         limit = time.monotonic() + 20
@@ -56,7 +74,7 @@ def test_memory_tells_who_is_missing_also_behind_a_wait_that_was_late(ranks):
 @pytest.mark.ranks(2)
 def test_a_rank_that_ends_is_lost_at_once(ranks):
     ranks.plan_fault(Fault("kill", rank=1, at="here"))
-    rows = Rows(dist.group.WORLD)
+    rows = posted(dist.group.WORLD)
     ranks.barrier()
     ranks.reach("here")
     rows.send([1.0])

@@ -33,12 +33,17 @@ def all_reduce(
     return lambda waiting: waiting.wait(work, tensor, group)
 
 
-def expect_few(group: dist.ProcessGroup | None, device: torch.device) -> Rows | None:
-    """Post the receives of a `reduce_few` that will come, of numbers on ``device``; None where nothing is posted."""
+def expect_few(group: dist.ProcessGroup | None, device: torch.device, again: Rows | None = None) -> Rows | None:
+    """Post the receives of a `reduce_few` that will come, of numbers on ``device``; None where nothing is posted.
+
+    ``again``: of an earlier one over this group.
+    """
     group = group or dist.group.WORLD
     if group is None or has_streams(device) or backend_of(group, device).name() != "gloo":
         return None
-    return Rows(group)
+    rows = Rows(group) if again is None or not again.is_free else again
+    rows.post()
+    return rows
 
 
 def reduce_few(

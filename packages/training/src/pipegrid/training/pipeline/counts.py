@@ -71,6 +71,7 @@ class CallMeeting:
         device: of the numbers.
         group: all ranks of the job; None is the default group.
         waiting: how they are waited for.
+        rows: those of an earlier meeting of the group, to be used again; then those of this one.
         sums: over the ranks of what `beginning` returns, with what `start` was given in place of its counts, once they
             have been waited for.
     """
@@ -79,14 +80,15 @@ class CallMeeting:
     device: torch.device
     group: dist.ProcessGroup | None
     waiting: Waiting
+    rows: Rows | None = None
     sums: Tensor = field(init=False)
     _wait: Callable[[Waiting], None] | None = field(default=None, init=False)
     _started: bool = field(default=False, init=False)
-    _rows: Rows | None = field(default=None, init=False)
+    _expected: bool = field(default=False, init=False)
 
     def expect(self) -> None:
         """Be ready for what the others tell, before this rank does."""
-        self._rows = expect_few(self.group, self.device)
+        self._expected, self.rows = True, expect_few(self.group, self.device, self.rows)
 
     def start(self, counts: Sequence[float] = (), *, told: Tensor | None = None, ready: bool = False) -> None:
         """Start to add up the ``counts`` of the microbatches whose loss this rank has (`sums_of`).
@@ -97,9 +99,9 @@ class CallMeeting:
         self.sums = torch.tensor(row, dtype=torch.float64, device=self.device)
         if told is not None:
             self.sums[: len(told)] = told
-        if self._rows is None:
+        if not self._expected:
             self.expect()
-        self._started, self._wait = True, reduce_few(self.sums, self.group, rows=self._rows)
+        self._started, self._wait = True, reduce_few(self.sums, self.group, rows=self.rows)
 
     def wait(self) -> None:
         """Wait for the others; the host reads what they do where it is on it.
@@ -125,7 +127,7 @@ class CallMeeting:
         with contextlib.suppress(RuntimeError):  # which has its own place in the failure
             if not self._started:
                 self.start()
-            rows, end = self._rows, time.monotonic() + _LOOK_SECONDS
+            rows, end = self.rows, time.monotonic() + _LOOK_SECONDS
             while rows is not None and rows.missing() and time.monotonic() < end:
                 time.sleep(_POLL_SECONDS)
             for row in () if rows is None else rows.here():
@@ -144,6 +146,11 @@ class CallMeeting:
         return bool(self.sums[-1] > 0)
 
 
+OfMean = tuple[Tensor, Tensor | None, tuple[Tensor, Tensor]]
+"""The weight of a mean, as a scalar; in the dtype of the loss, None where it is known to be 1; and with an axis of one,
+beside what follows the loss in a row of sums: the weight and three zeros."""
+
+
 @define(eq=False)
 class StepCounts:
     """The counts of all microbatches of a step, on all replicas."""
@@ -152,9 +159,7 @@ class StepCounts:
     _meeting: CallMeeting | None = None
     _numbers: list[float] | None = None
     _device: torch.device | None = None
-    of_means: dict[tuple[int, float, torch.dtype], tuple[Tensor, Tensor | None, Tensor, Tensor]] = field(
-        factory=dict, init=False
-    )
+    of_means: dict[tuple[int, float, torch.dtype], OfMean] = field(factory=dict, init=False)
     """What `of_mean` has returned: most microbatches of a step count the same."""
 
     @classmethod
@@ -182,13 +187,8 @@ class StepCounts:
         total = self.totals[rule]
         return torch.where(total > 0, self.totals[MICROBATCHES] / total.clamp(min=1) * count, 1.0)
 
-    def of_mean(self, rule: int, count: float, dtype: torch.dtype) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-        """What a mean over ``count`` is multiplied by, of losses in ``dtype``.
-
-        Returns:
-            The weight, as a scalar; in ``dtype``, None where it is known to be 1; with an axis of one; and what follows
-            the loss in a row of sums: the weight and three zeros.
-        """
+    def of_mean(self, rule: int, count: float, dtype: torch.dtype) -> OfMean:
+        """What a mean over ``count`` is multiplied by, of losses in ``dtype``."""
         device = self._device if self._meeting is None else self._meeting.device
         if self._meeting is None or not has_streams(self._meeting.device):  # the host has the numbers
             numbers = self.numbers()
@@ -198,7 +198,7 @@ class StepCounts:
             value, weight = None, self.weight(rule, count)
             rest = torch.cat([weight.reshape(1), weight.new_zeros(3)])
         factor = None if value == 1.0 else rest[0].to(dtype)  # as where all microbatches count the same
-        self.of_means[rule, count, dtype] = found = rest[0], factor, rest[:1], rest
+        self.of_means[rule, count, dtype] = found = rest[0], factor, (rest[:1], rest)
         return found
 
     def numbers(self) -> list[float]:

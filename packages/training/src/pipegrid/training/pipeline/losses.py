@@ -32,9 +32,11 @@ from pipegrid.training.pipeline.counts import (
 from pipegrid.training.pipeline.microbatches import Microbatch
 from pipegrid.training.pipeline.parts import LossPart, asked, doubled, halves, on_host, padded_apart, zero_of
 
-Weighed = tuple[Tensor, Tensor, Tensor]
-"""What a step function takes: the loss times its weight, the weight, and what is added up over the step: in float64
-both again and, of a sum, the weight of one counted, its square, and a one."""
+Told = Tensor | tuple[Tensor, tuple[Tensor, Tensor]]
+"""What a loss adds to the sums of a step (`sum_of`): in float64 the loss times its weight, the weight and, of a sum,
+the weight of one counted, its square, and a one; or a mean, with its weight and what follows (`StepCounts.of_mean`)."""
+Weighed = tuple[Tensor, Tensor, Told]
+"""What a step function takes: the loss times its weight, the weight, and what it tells."""
 
 MicrobatchLoss = Callable[[Any, Microbatch, StepCounts], Weighed]
 """The weighed loss of the output of a last stage."""
@@ -75,11 +77,23 @@ def require_mean(sums: Sequence[float], microbatches: float, *, attached: bool) 
 def _mean(loss: Tensor, count: float, rule: int, counts: StepCounts) -> Weighed:
     """A mean over ``count``, of what ``rule`` counts."""
     known = counts.of_means.get((rule, count, loss.dtype)) or counts.of_mean(rule, count, loss.dtype)
-    weight, factor, in_a_row, rest = known
-    value = loss.detach()
-    if value.dim():
-        value = value.reshape(())
-    return loss if factor is None else loss * factor, weight, torch.cat([value * in_a_row, rest])
+    weight, factor, followed = known
+    return loss if factor is None else loss * factor, weight, (loss.detach(), followed)
+
+
+def sum_of(told: Sequence[Told]) -> Tensor:
+    """The sum of what losses tell; of means, those with one weight at once."""
+    rows: list[Tensor] = []
+    alike: dict[int, tuple[tuple[Tensor, Tensor], list[Tensor]]] = {}
+    for one in told:
+        if isinstance(one, Tensor):
+            rows.append(one)
+        else:
+            value, followed = one
+            alike.setdefault(id(followed), (followed, []))[1].append(value.reshape(()) if value.dim() else value)
+    for (weight, rest), values in alike.values():
+        rows.append(torch.cat([torch.stack(values).double().sum() * weight, rest * len(values)]))
+    return rows[0] if len(rows) == 1 else torch.stack(rows).sum(dim=0)
 
 
 def _nothing(output: Any, rule: int, counts: StepCounts) -> Weighed:

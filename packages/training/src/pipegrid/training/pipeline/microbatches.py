@@ -166,20 +166,20 @@ def _patterns(parts: Sequence[Mapping[str, Any]], rows: Sequence[int]) -> list[f
     The host asks a device once for all microbatches, of which those of one shape are looked at together.
     """
     found = [{"rows"} if number > 1 else set[str]() for number in rows]
-    alike: dict[tuple[Any, ...], list[int]] = {}
+    alike: dict[tuple[Any, ...], list[tuple[str, int]]] = {}
     for place, (part, number) in enumerate(zip(parts, rows, strict=True)):
         for name, value in part.items():
             few = isinstance(value, torch.Tensor) and 0 < value.dim() <= _NUMBERS and value.shape[0] == number
             if few and value.numel():
-                alike.setdefault((value.dtype, value.device, name, value.shape), []).append(place)
-    ends: dict[tuple[Any, ...], list[tuple[str, list[int], torch.Tensor]]] = {}  # the least and the largest, of a dtype
-    for (dtype, device, name, _), places in alike.items():
-        values = torch.stack([parts[place][name].detach() for place in places])
+                alike.setdefault((value.dtype, value.device, value.shape), []).append((name, place))
+    ends: dict[tuple[Any, ...], list[tuple[list[tuple[str, int]], torch.Tensor]]] = {}  # the least and the largest
+    for (dtype, device, _), each in alike.items():
+        values = torch.stack([parts[place][name].detach() for name, place in each])
         flat = (torch.view_as_real(values) if values.is_complex() else values).flatten(1)
-        ends.setdefault((dtype, device), []).append((name, places, torch.stack(torch.aminmax(flat, dim=1), dim=1)))
-    for each in ends.values():
-        read = iter(torch.cat([pairs for *_, pairs in each]).tolist())
-        for name, place in [(name, place) for name, places, _ in each for place in places]:
+        ends.setdefault((dtype, device), []).append((each, torch.stack(torch.aminmax(flat, dim=1), dim=1)))
+    for together in ends.values():
+        read = iter(torch.cat([pairs for _, pairs in together]).tolist())
+        for name, place in [one for each, _ in together for one in each]:
             low, high = next(read)
             # Also where one is NaN:
             if not (low > IGNORED or high < IGNORED) and bool((parts[place][name] == IGNORED).any()):

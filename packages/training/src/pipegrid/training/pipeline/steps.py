@@ -44,11 +44,12 @@ from pipegrid.training.pipeline.counts import MICROBATCHES, CallMeeting, StepCou
 from pipegrid.training.pipeline.exchange import RankExchange
 from pipegrid.training.pipeline.first_step import FirstStep
 from pipegrid.training.pipeline.first_update import FirstUpdate
-from pipegrid.training.pipeline.losses import MicrobatchLoss, Weighed, are_apart, require_mean
+from pipegrid.training.pipeline.losses import MicrobatchLoss, Told, Weighed, are_apart, require_mean, sum_of
 from pipegrid.training.pipeline.microbatches import Microbatch, Share, forms_of, shared_microbatches, signature
 from pipegrid.training.pipeline.modules import PipelineModule, hosts_of
 from pipegrid.training.pipeline.rows import Rows
 from pipegrid.transport.base import Communicator
+from pipegrid.transport.collectives.rows import Rows as MeetingRows
 from pipegrid.transport.collectives.waiting import host_collectives
 from pipegrid.transport.streams import has_streams
 
@@ -101,6 +102,7 @@ class Steps:
     _update: FirstUpdate | None = field(default=None, init=False)
     _unchecked: list[tuple[Tensor, StepCounts, CallMeeting]] = field(factory=list, init=False)
     _compared: bool = field(default=False, init=False)
+    _rows: MeetingRows | None = field(default=None, init=False)
     _last: LastStep = field(factory=LastStep, init=False)
     _step: Callable[..., list[Any]] = field(init=False)
     _streamed: bool = field(init=False)
@@ -170,7 +172,7 @@ class Steps:
         together = number is not None and (self.connect, first) == (None, None) and not soon  # the same on all ranks
         what = f"the {'mean loss' if together else 'counts'} of {call}()"
         waiting = Waiting(self.config.deadline, self.config.monitor, what, of_step=together)
-        meeting = CallMeeting(call, self.device, self.config.job_group, waiting)
+        meeting = CallMeeting(call, self.device, self.config.job_group, waiting, self._rows)
         if together and self._losing:  # a last stage, which has to wait now; the others are ready before it is
             meeting.expect()
         if not together:
@@ -195,6 +197,7 @@ class Steps:
             raise
         finally:
             self._counts_now = None
+        self._rows = meeting.rows
         mean = self._mean(found[:_TOLD], counts, meeting)
         if first is not None:
             self.first = self._comparing = None
@@ -264,13 +267,13 @@ class Steps:
         return own
 
     def _add_up(
-        self, meeting: CallMeeting, together: bool, updated: bool, infos: Sequence[Tensor]
+        self, meeting: CallMeeting, together: bool, updated: bool, infos: Sequence[Told]
     ) -> Callable[[], Tensor]:
         """Start to add up what the losses tell; what it returns waits for the sums over the job.
 
         ``together``: the ranks meet in this one all-reduce; ``updated``: then with this as `CallMeeting.ready`.
         """
-        told = torch.stack(list(infos)).sum(dim=0) if infos and self._is_counted else None
+        told = sum_of(infos) if infos and self._is_counted else None
         if together:
             meeting.start(told=told, ready=updated)
             return meeting.met

@@ -7,6 +7,7 @@ then the sender's thread may have to wait for a core.
 
 from __future__ import annotations
 
+import math
 import time
 from array import array
 from datetime import timedelta
@@ -21,65 +22,82 @@ from pipegrid.transport.collectives.waiting import host_collectives
 
 MOST = 15
 """Numbers of a row; behind them comes how many they are."""
+_WIDTH = MOST + 1
 _TAG = 2**29 + 1  # of no other message
 _CPU = torch.device("cpu")
 
 
 @define(eq=False)
 class Rows:
-    """The rows of one meeting of ``group``; a work that a `Waiting` waits for. The receives are posted as it is made.
+    """The rows of a meeting of ``group``, and of later ones (`post`); a work that a `Waiting` waits for.
 
-    Ranks make them in one order, and send in that order.
+    Ranks post in one order, and send in that order.
+
+    Attributes:
+        single: a wait that is given up closes the connections, so there is one, of the whole time.
     """
 
     group: ProcessGroup
     single: bool = field(default=True, init=False)
-    """A wait that is given up closes the connections: there is one, of the whole time."""
-    _memory: array[float] = field(init=False)
-    _rows: list[torch.Tensor] = field(init=False)
+    _own: int = field(init=False)
+    _memory: array[float] = field(init=False)  # by rank, a row and how many numbers have come in it
+    _row: list[torch.Tensor] = field(init=False)
+    _peers: list[tuple[int, list[torch.Tensor]]] = field(init=False)
     _works: list[Any] = field(init=False)
-    _ended: bool | RuntimeError = field(default=False, init=False)
+    _ended: bool | RuntimeError = field(default=True, init=False)
 
     def __attrs_post_init__(self) -> None:
-        ranks, own = self.group.size(), self.group.rank()
-        self._memory = array("d", bytes(8 * (MOST + 1) * ranks))
-        self._rows = list(torch.frombuffer(self._memory, dtype=torch.float64).view(ranks, MOST + 1).unbind())
-        receive = backend_of(self.group, _CPU).recv
-        self._works = [receive([row], peer, _TAG) for peer, row in enumerate(self._rows) if peer != own]
+        ranks, self._own = self.group.size(), self.group.rank()
+        self._memory = array("d", bytes(8 * _WIDTH * ranks))
+        rows = torch.frombuffer(self._memory, dtype=torch.float64).view(ranks, _WIDTH).unbind()
+        self._row = [rows[self._own]]
+        self._peers = [(peer, [row]) for peer, row in enumerate(rows) if peer != self._own]
+
+    @property
+    def is_free(self) -> bool:
+        """Whether they can be posted: the meeting before has ended well."""
+        return self._ended is True
+
+    def post(self) -> None:
+        """Post the receives of a meeting."""
+        for last in range(MOST, len(self._memory), _WIDTH):
+            self._memory[last] = 0.0
+        self._ended, receive = False, backend_of(self.group, _CPU).recv
+        self._works = [receive(row, peer, _TAG) for peer, row in self._peers]
 
     def send(self, numbers: list[float]) -> None:
         """Tell the others this rank's ``numbers``, `MOST` at most."""
-        own = self.group.rank()
-        first = own * (MOST + 1)
-        self._memory[first : first + len(numbers)] = array("d", numbers)
-        self._memory[first + MOST] = len(numbers)
-        send, row = backend_of(self.group, _CPU).send, [self._rows[own]]
+        first, count = self._own * _WIDTH, len(numbers)
+        self._memory[first : first + count] = array("d", numbers)
+        self._memory[first + MOST] = count
+        send, row = backend_of(self.group, _CPU).send, self._row
         host_collectives.add(self, self.group)
-        self._works += [send(row, peer, _TAG) for peer in range(len(self._rows)) if peer != own]
+        self._works += [send(row, peer, _TAG) for peer, _ in self._peers]
 
     def here(self) -> list[list[float]]:
         """The rows that have come, this rank's with them. Looks at memory only."""
-        every = [self._memory[first : first + MOST + 1] for first in range(0, len(self._memory), MOST + 1)]
-        return [list(row[: int(row[MOST])]) for row in every if row[MOST]]
+        memory = self._memory
+        counts = [(first, int(memory[first + MOST])) for first in range(0, len(memory), _WIDTH)]
+        return [memory[first : first + count].tolist() for first, count in counts if count]
 
     def missing(self) -> list[int]:
         """The ranks, of the group, whose rows have not come."""
-        return [rank for rank in range(len(self._rows)) if not self._memory[rank * (MOST + 1) + MOST]]
+        return [rank for rank, count in enumerate(self._memory[MOST::_WIDTH]) if not count]
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait for all rows, up to ``timeout`` or that of the group.
 
         Raises:
-            RuntimeError: a connection is gone; or the time has passed, and all connections of the group are closed.
+            RuntimeError: a connection is gone; or the time has passed, and this rank's connections are closed.
         """
         if isinstance(self._ended, RuntimeError):
             raise self._ended
-        end = None if timeout is None else time.monotonic() + timeout.total_seconds()
+        end = math.inf if timeout is None else time.monotonic() + timeout.total_seconds()
         try:
             for work in self._works:
-                work.wait(*(() if end is None else (timedelta(seconds=max(end - time.monotonic(), 1e-3)),)))
+                work.wait(*(() if timeout is None else (timedelta(seconds=max(end - time.monotonic(), 1e-3)),)))
         except RuntimeError as error:
-            if end is None or time.monotonic() < end:
+            if time.monotonic() < end:
                 self._ended = error
             raise
         self._ended = True

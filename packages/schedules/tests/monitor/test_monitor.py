@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pipegrid.gradients.all_reduce import all_reduce
+from pipegrid.gradients.all_reduce import all_reduce, reduce_few
 from pipegrid.monitor import Control
 from pipegrid.monitor.collectives import Waiting
 from pipegrid.monitor.control import Failure
@@ -30,6 +30,7 @@ from pipegrid.schedules import (
     lower,
     one_f_one_b,
 )
+from pipegrid.topology import control_store
 from pipegrid.transport.collectives.starting import start
 from pipegrid.transport.collectives.waiting import device_collectives, host_collectives
 from pipegrid.transport.errors import CollectiveFailedError
@@ -342,6 +343,18 @@ class TestARankThatDoesNotCome:
         gc.collect()  # the group's threads end with the last reference
         assert time.monotonic() - began < 60
         ranks.barrier()
+
+    def test_is_named_to_all_by_a_monitor_before_connections_close(self, ranks):
+        group, plan = dist.new_group([0, 1, 2], timeout=timedelta(minutes=10)), lower(one_f_one_b(2, 1))
+        deadline = 2.0 if ranks.rank == 0 else 30.0
+        monitor = Monitor(control_store("rows"), rank=ranks.rank, ranks=range(3), deadline=deadline, interval=0.02)
+        monitor.begin(plan, where=lambda: "a step", abort=device_collectives.abort)
+        monitor.end()
+        if ranks.rank != 2:
+            with pytest.raises(JobFailedError, match="^rank 0 has been at the norm for .*: rank 2 has not joined it"):
+                reduce_few(torch.zeros(3, dtype=torch.float64), group)(Waiting(None, monitor, "the norm"))
+        ranks.barrier()
+        monitor.close()
 
     def test_waits_for_something_else_by_name(self, ranks):
         group, own = (dist.new_group(each) for each in ([0, 1, 2], [1, 2]))

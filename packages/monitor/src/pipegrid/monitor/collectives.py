@@ -78,7 +78,8 @@ class Waiting:
         if not isinstance(work, Rows):
             return long_waits().absent(self.what, ranks)
         absent = [ranks[index] for index in work.missing()]
-        return f"{listed(absent)} {'has' if len(absent) == 1 else 'have'} not joined it"
+        has = f"{listed(absent)} {'has' if len(absent) == 1 else 'have'}"
+        return long_waits().absent(self.what, absent) or f"{has} not joined it"
 
     def _finish(self, work: Work, group: dist.ProcessGroup | None, *, on_device: bool, host: bool) -> NotDone | None:
         earlier = device_collectives.failed()

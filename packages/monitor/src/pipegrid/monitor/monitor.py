@@ -108,7 +108,7 @@ class _Watched:
     deadline: float | None
     running: bool = True
     beside: str = _BETWEEN
-    absent: Callable[[], str] = str  # who has not joined what it waits for there
+    late: Callable[[float], str | None] | None = None  # says it of a wait beside the plan that the thread ends
     place: str = ""
     published: str = ""
     published_at: float = 0.0
@@ -392,25 +392,34 @@ class Monitor:
         Raises:
             JobFailedError: another rank failed first, or the deadline passed.
         """
-        watched, began = self._watched, time.monotonic()
+        watched, began, backstop = self._watched, time.monotonic(), 0.0
         deadline = self.deadline or deadline
         if watched is not None:
-            watched.beside, watched.absent = what, absent
+            watched.beside = what
 
         def given_up() -> str | None:
             look()
             return self.failure
+
+        def late(now: float) -> str | None:
+            passed = deadline is not None and now - began > deadline
+            return self._late(now - began, what, deadline or 0.0, absent) if passed else None
+
+        if watched is not None and getattr(work, "single", False):
+            watched.late, backstop = late, BACKSTOP_SECONDS  # its own end closes connections before the cause is known
 
         failed = finish(
             work,
             group,
             on_device=on_device,
             host=host or self.progress is None,
-            end=None if deadline is None else began + deadline + (watched is not None) * _backstop_of(work),
+            end=None if deadline is None else began + deadline + backstop,
             given_up=given_up,
         )
-        if failed is not None and failed.why == "late" and deadline is not None:
-            self._failure = self._record(self._late(time.monotonic() - began, what, deadline, absent))
+        if watched is not None:
+            watched.late = None
+        if failed is not None and failed.why == "late" and (text := late(time.monotonic())) is not None:
+            self._failure = self._record(text)
             if watched is not None:
                 watched.abort(self._failure.text)
         if failed is not None and failed.error is None:
@@ -420,7 +429,7 @@ class Monitor:
         if failed is None and self.progress is not None and on_device:
             self.progress.mark(what)
         if failed is None and watched is not None:
-            watched.beside, watched.absent = _BETWEEN, str
+            watched.beside = _BETWEEN
         return failed
 
     def close(self) -> None:
@@ -447,7 +456,11 @@ class Monitor:
             watched.place, watched.since = place, now
         stood = now - watched.since
         if watched.deadline is not None and stood > watched.deadline and self._busy(watched):
-            self._fail(watched, self._record(self._late(stood, place, watched.deadline, watched.absent)))
+            self._fail(watched, self._record(self._late(stood, place, watched.deadline)))
+            return
+        late = watched.late
+        if late is not None and (text := late(now)) is not None:
+            self._fail(watched, self._record(text))
             return
         self._require_announced(now)  # after the place: where both are late, the error is that of the step
         if ask and self._failure is None:
@@ -504,11 +517,7 @@ class Monitor:
         return f"{silence} ({text})" if silence else f"{text}: {absent() or 'look at what it waits for'}"
 
     def _busy(self, watched: _Watched) -> bool:
-        return (
-            watched.running
-            or watched.beside != _BETWEEN
-            or (self.progress is not None and self.progress.oldest() is not None)
-        )
+        return watched.running or (self.progress is not None and self.progress.oldest() is not None)
 
     def _name(self, plan: AnyPlan) -> str:
         if self._plan is not None and self._plan[0] is plan:
@@ -517,11 +526,6 @@ class Monitor:
 
 
 _REBUILD = "Rebuild the communicator, the runtime and the monitor, with a store of another label"
-
-
-def _backstop_of(work: Any) -> float:
-    """Seconds that the thread has to end a wait that closes connections by itself, after the record of the cause."""
-    return BACKSTOP_SECONDS if getattr(work, "single", False) else 0.0
 
 
 def _first_line(failure: Failure) -> str:

@@ -18,7 +18,7 @@ from pipegrid.bridges.multimodule.rank_modules import ModuleChain
 from pipegrid.bridges.vtp import VTPCommunicator, VTPTopology
 from pipegrid.core.edge import Direction, Edge
 from pipegrid.core.graph import ModuleGraphError
-from pipegrid.core.sharing import LaneSharing, PositionLane
+from pipegrid.core.lanes import LaneSharing, PositionLane
 from pipegrid.reshard import Replicate
 from pipegrid.reshard.errors import BridgeError, ShapeError
 from pipegrid.topology import HyperCommGrid

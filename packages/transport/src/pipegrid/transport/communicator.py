@@ -12,7 +12,8 @@ from torch.distributed import ProcessGroup
 
 from pipegrid.core.edge import Direction, Edge
 from pipegrid.core.graph import ModuleGraph
-from pipegrid.core.pipeline_lanes import (
+from pipegrid.core.lanes import (
+    LaneSpec,
     checked_replicas,
     direction_lane,
     pipeline_lanes,
@@ -20,7 +21,6 @@ from pipegrid.core.pipeline_lanes import (
     planned_lanes,
     require_edge,
 )
-from pipegrid.core.spec import LaneSpec
 from pipegrid.transport.config import P2PConfig, as_config
 from pipegrid.transport.control.blocking import NeighbourTransfers, NeighbourVerbs
 from pipegrid.transport.control.handshake import Handshake

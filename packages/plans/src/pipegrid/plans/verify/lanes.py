@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 
 from pipegrid.plans.errors import Fault
 from pipegrid.plans.plan import step_text
-from pipegrid.plans.verify.event_ids import EventIds
 from pipegrid.plans.verify.explain import step_of
 from pipegrid.plans.verify.position import PositionVerifier
+from pipegrid.plans.verify.table import EventIds
 
 
 def check_lanes(ids: EventIds, verifiers: Sequence[PositionVerifier]) -> list[Fault]:

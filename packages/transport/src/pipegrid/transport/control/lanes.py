@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Self
 
-from pipegrid.core.spec import LaneSpec
+from pipegrid.core.lanes import LaneSpec
 from pipegrid.topology import destroy_groups, discard_groups
 from pipegrid.transport.backends.wire import Wire
 from pipegrid.transport.control.handshake import Handshake

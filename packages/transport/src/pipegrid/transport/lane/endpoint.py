@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from attrs import field, frozen
 
-from pipegrid.core.spec import LaneSpec, Tally
+from pipegrid.core.lanes import LaneSpec, Tally
 from pipegrid.transport.backends import GlooMover
 from pipegrid.transport.backends.wire import Wire
 from pipegrid.transport.config import P2PConfig

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from pipegrid.core.spec import LaneStats
+from pipegrid.core.lanes import LaneStats
 from pipegrid.transport.backends import Operation, Ticket
 from pipegrid.transport.config import STEPS_KEPT
 from pipegrid.transport.errors import P2PError, P2PMismatchError, P2PUsageError, text_of

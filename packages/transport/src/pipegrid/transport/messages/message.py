@@ -9,7 +9,7 @@ from typing import Any
 
 from attrs import define, field, frozen
 
-from pipegrid.core.spec import LaneSpec
+from pipegrid.core.lanes import LaneSpec
 from pipegrid.transport.config import ShapeMode
 from pipegrid.transport.errors import P2PMismatchError, P2PUsageError
 from pipegrid.transport.messages.trees import Tree, describe

@@ -21,7 +21,16 @@ from pipegrid.plans.plan.actions import (
 )
 from pipegrid.plans.plan.csv import from_csv, to_csv, to_torch
 from pipegrid.plans.plan.json import from_json, load_json, to_json
-from pipegrid.plans.plan.parts import Group, Step, actions_of, as_placement, module_places, stages_on, step_text
+from pipegrid.plans.plan.parts import (
+    Group,
+    Step,
+    actions_of,
+    as_placement,
+    module_places,
+    parse_edge,
+    stages_on,
+    step_text,
+)
 from pipegrid.core.graph import chain
 from pipegrid.plans.plan.plan import (
     Plan,
@@ -36,7 +45,6 @@ from pipegrid.plans.plan.routes import Actor, Move, Routes
 from pipegrid.plans.plan.routes_check import check_routes
 from pipegrid.plans.plan.routes_text import routes_from_json, routes_from_text, routes_to_json
 from pipegrid.plans.plan.text import from_text
-from pipegrid.plans.plan.tokens import parse_edge
 from pipegrid.core.lanes import PositionLane as Lane
 
 __all__ = [

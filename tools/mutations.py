@@ -187,7 +187,7 @@ MUTATIONS = (
         "test_transport_specs.py",
     ),
     Mutation(
-        "transport/lane/incoming.py",
+        "transport/lane/endpoint.py",
         "if sequence != first.sequence:",
         "if sequence < first.sequence:",
         "the header of a later message is taken for that of the next one",

@@ -28,12 +28,10 @@ from pipegrid.transport.errors import P2PError, P2PMismatchError, P2PUsageError,
 from pipegrid.transport.lane.batch import Submitter
 from pipegrid.transport.lane.connection import Connection
 from pipegrid.transport.lane.ending import abort_lanes
-from pipegrid.transport.lane.endpoint import Endpoint
+from pipegrid.transport.lane.endpoint import Endpoint, Incoming, Outgoing
 from pipegrid.transport.lane.host_waits import HostWaits
-from pipegrid.transport.lane.incoming import Incoming
 from pipegrid.transport.lane.landing import BESIDE
 from pipegrid.transport.lane.local_waits import LocalWaits
-from pipegrid.transport.lane.outgoing import Outgoing
 from pipegrid.transport.lane.stream_waits import StreamWaits
 from pipegrid.transport.lane.transfers import LaneTransfers
 from pipegrid.transport.messages.handle import ReceiveTransfer, State, Transfer

@@ -17,9 +17,7 @@ from pipegrid.transport.backends.wire import timedelta_of
 from pipegrid.transport.errors import P2PError, P2PMismatchError, P2PUsageError
 from pipegrid.transport.lane.batch import Submitter
 from pipegrid.transport.lane.ending import LaneEnding
-from pipegrid.transport.lane.endpoint import Endpoint
-from pipegrid.transport.lane.incoming import Incoming
-from pipegrid.transport.lane.outgoing import Outgoing
+from pipegrid.transport.lane.endpoint import Endpoint, Incoming, Outgoing
 from pipegrid.transport.lane.queue import first_of
 from pipegrid.transport.messages.handle import Limit, ReceiveTransfer, State, Transfer
 from pipegrid.transport.streams import has_streams, mark

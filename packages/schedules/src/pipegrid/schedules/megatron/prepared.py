@@ -31,7 +31,11 @@ from pipegrid.schedules.megatron.call import (
     by_stage,
     flat,
     options_of,
+    require_compatible,
     require_forward_step,
+    require_in_place,
+    require_sliced,
+    sharding_key,
     step_key,
 )
 from pipegrid.schedules.megatron.config import (
@@ -43,14 +47,14 @@ from pipegrid.schedules.megatron.config import (
     require_options,
 )
 from pipegrid.schedules.megatron.counts import get_tensor_shapes
-from pipegrid.schedules.megatron.kinds import (
+from pipegrid.schedules.megatron.place import (
+    Place,
+    PlanNeeds,
     StepKind,
+    checkpointed_on,
+    forwards_on,
     models_by_stage,
-    require_compatible,
-    require_in_place,
-    require_sliced,
 )
-from pipegrid.schedules.megatron.place import Place, PlanNeeds, checkpointed_on, forwards_on, sharding_key
 from pipegrid.schedules.megatron.shapes import AnnouncedShapes, announced_shapes, sent_shape
 from pipegrid.schedules.megatron.stage import MegatronStage, SkippingStage, takes_part
 from pipegrid.schedules.megatron.units.batches import UnitBatches
@@ -206,7 +210,7 @@ class PreparedStep:
         num_microbatches = checked(call.num_microbatches, rule, "num_microbatches", StepArgumentError)
         self.checkpoints = checked_option(config, CHECKPOINTS) is not None
         require_forward_step(call.forward_step_func, checkpoints=self.checkpoints)
-        require_compatible(kind, call, models, config)
+        require_compatible(kind.schedule, kind.num_slices, call, models, config)
         self.waiting = Waiting(option(config, "deadline"), option(config, "monitor"), of_step=True)
         ties = () if call.forward_only else required_ties(models=[*models.values()], config=config, stages=list(models))
         sharding = sharding_key(option(config, "shard"), checked_option(config, "prefetch"))

@@ -19,8 +19,7 @@ from pipegrid.transport.errors import P2PLaneDeadError, text_of
 from pipegrid.transport.lane.batch import Batch, Submitter
 from pipegrid.transport.lane.ending import End, LaneEnding, abort_lanes, await_aborts, end_together
 from pipegrid.transport.lane.lane import Lane
-from pipegrid.transport.lane.queue import first_of
-from pipegrid.transport.lane.transfers import LaneTransfers
+from pipegrid.transport.lane.transfers import LaneTransfers, first_of
 from pipegrid.transport.waits.wait_lock import BackgroundThread
 
 _DROPPED = (

@@ -399,5 +399,5 @@ def _first_difference(ours: Sequence[object], theirs: Sequence[object]) -> int:
 def _where(verifier: PositionVerifier, steps: Sequence[int], number: int) -> str:
     """The step in which a position does its part ``number``, of those that it does in ``steps``."""
     if number >= len(steps):
-        return f"position {verifier.position}, which has no more"
+        return f"position {verifier.position} has no more"
     return f"position {verifier.position}, step {steps[number]}: {step_text(verifier.steps[steps[number]])}"

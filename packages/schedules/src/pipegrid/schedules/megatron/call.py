@@ -10,7 +10,7 @@ import contextlib
 import inspect
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from attrs import define, field, frozen
@@ -21,23 +21,13 @@ from pipegrid.core.graph import ModuleGraph
 from pipegrid.gradients.groups import collections_by_name
 from pipegrid.gradients.reduction import StepGradients, observed
 from pipegrid.plans.generators import SCHEDULES, find_schedule
-from pipegrid.plans.passes.sharding import Shard
 from pipegrid.plans.plan import Action, Routes
 from pipegrid.schedules.megatron.config import OF_MEGATRON, aux_loss_scalers, config_of, option, unwrapped_attribute
 from pipegrid.schedules.megatron.forward import modules_with
+from pipegrid.schedules.megatron.place import INTERLEAVED, NO_PIPELINE, Place, StepKind, sharding_key
 from pipegrid.schedules.runtime import Hook, MessageHook
 
 CHECKPOINTS = "num_microbatches_with_partial_activation_checkpoints"
-
-Sharding: TypeAlias = tuple[str | tuple[tuple[str, str], ...], int] | None
-"""``shard`` and ``prefetch`` of `lower` as a key of a cache."""
-
-
-def sharding_key(shard: Shard | None, prefetch: int) -> Sharding:
-    """``shard`` and ``prefetch`` as a key of a cache."""
-    if shard is None:
-        return None
-    return shard if isinstance(shard, str) else tuple(sorted(shard.items())), prefetch
 
 
 @define(eq=False)
@@ -192,6 +182,18 @@ def by_stage(held: Mapping[str, Sequence[int]], value: Any, name: str) -> dict[i
     return dict(sorted(found.items()))
 
 
+def models_by_stage(kind: StepKind, place: Place, model: Any) -> dict[int, Any]:
+    """The argument ``model`` of a call by stage; those of a schedule have one config, else that of the first counts."""
+    if not kind.several and len(place.stages) > 1 and not isinstance(model, Mapping):
+        raise StepArgumentError(
+            f"this rank runs the modules {list(place.modules)}; give model as a dict with one entry for each of them"
+        )
+    models = by_stage(place.held, model, "model")
+    if kind != INTERLEAVED and not have_one_config(list(models.values())):
+        raise StepArgumentError("the models on this rank have different configs; a step has one")
+    return models
+
+
 _FITTING: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 """Functions whose signature was found right, by how many arguments they are called with."""
 
@@ -233,11 +235,21 @@ def require_in_place(models: Mapping[int, Any], graph: ModuleGraph) -> None:
         )
 
 
-def require_compatible(schedule: str, num_slices: int, call: StepCall, models: Mapping[int, Any], config: Any) -> None:
+def require_compatible(kind: StepKind, place: Place, call: StepCall, models: Mapping[int, Any], config: Any) -> None:
     """Raise StepArgumentError for arguments and options of the config that exclude each other."""
+    if call.adjust_tensor_shapes_fn is not None:
+        if kind == NO_PIPELINE:
+            raise StepArgumentError(
+                "adjust_tensor_shapes_fn adjusts shapes of messages; without a pipeline there are none"
+            )
+        if len(place.graph.modules) > 1:
+            raise StepArgumentError(
+                "adjust_tensor_shapes_fn has one list of shapes, and the modules of a graph have one each; neighbours "
+                "agree on shapes without it"
+            )
     if option(config, "overlap_moe_expert_parallel_comm"):
-        known = find_schedule(schedule)
-        if not known.pairs or num_slices > 1:
+        known = find_schedule(kind.schedule)
+        if not known.pairs or kind.num_slices > 1:
             paired = ", ".join(name for name, other in SCHEDULES.items() if other.pairs)
             raise StepArgumentError(
                 f"config.overlap_moe_expert_parallel_comm is set, and {known.name} has no pairs; these do: {paired}"

@@ -1,8 +1,8 @@
-"""What a step function runs: this rank's stages in the graph of its communicator, their models, and the proved plan."""
+"""What a step function runs: this rank's stages in the graph of its communicator, and the proved plan. No torch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property, lru_cache
 from typing import Any, TypeAlias
 
@@ -12,21 +12,29 @@ from pipegrid.core.edge import Edge
 from pipegrid.core.errors import StepArgumentError
 from pipegrid.core.fields import Count, Name, checked, shown
 from pipegrid.core.graph import ModuleGraph
-from pipegrid.gradients.reduction.policy import Models
 from pipegrid.plans.errors import PlanError
 from pipegrid.plans.generators import find_schedule, interleaved_1f1b, looped_placement, routed, schedule_for
 from pipegrid.plans.passes.lowering import Receives, lower
 from pipegrid.plans.passes.sharding import Shard
 from pipegrid.plans.plan import ActionKind, Plan, Routes, as_placement, require_graph
 from pipegrid.plans.verify import Proof, verify
-from pipegrid.schedules.megatron.call import Sharding, StepCall, by_stage, have_one_config, sharding_key
 from pipegrid.schedules.megatron.config import checked_option, option
-from pipegrid.schedules.runtime import describe
 from pipegrid.transport.base import Communicator
 from pipegrid.transport.job import JobTopology
 
 Ties: TypeAlias = tuple[tuple[str, tuple[int, ...]], ...]
 """The name and the stages of each tied parameter."""
+
+
+Sharding: TypeAlias = tuple[str | tuple[tuple[str, str], ...], int] | None
+"""``shard`` and ``prefetch`` of `lower` as a key of a cache."""
+
+
+def sharding_key(shard: Shard | None, prefetch: int) -> Sharding:
+    """``shard`` and ``prefetch`` as a key of a cache."""
+    if shard is None:
+        return None
+    return shard if isinstance(shard, str) else tuple(sorted(shard.items())), prefetch
 
 
 @frozen
@@ -254,40 +262,33 @@ def window_on(plan: Plan, position: int) -> int:
     return count
 
 
-def place_in_job(kind: StepKind, call: StepCall) -> Place:
+def place_in_job(kind: StepKind, communicator: Any, model: Any) -> Place:
     """This rank's stages by the communicator; without a placement, every rank has as many as there are models."""
-    chunks = len(call.model) if isinstance(call.model, (list, tuple)) else 1
-    place = place_of(call.p2p_communicator, several=kind.several, num_chunks=chunks)
-    if call.adjust_tensor_shapes_fn is not None and len(place.graph.modules) > 1:
-        raise StepArgumentError(
-            "adjust_tensor_shapes_fn has one list of shapes, and the modules of a graph have one each; neighbours "
-            "agree on shapes without it"
-        )
-    return place
+    chunks = len(model) if isinstance(model, (list, tuple)) else 1
+    return place_of(communicator, several=kind.several, num_chunks=chunks)
 
 
-def place_alone(_: StepKind, call: StepCall) -> Place:
+def place_alone(_: StepKind, communicator: Any, _model: Any) -> Place:
     """The only stage."""
-    if call.adjust_tensor_shapes_fn is not None:
-        raise StepArgumentError("adjust_tensor_shapes_fn adjusts shapes of messages; without a pipeline there are none")
-    stages = 1 if call.p2p_communicator is None else require_job(call.p2p_communicator).total_stages
+    stages = 1 if communicator is None else require_job(communicator).total_stages
     if stages != 1:
         raise StepArgumentError(f"p2p_communicator has {stages} stages; pp_size={stages} gives the function for them")
     return Place(one_module(1), (0,))
 
 
-def place_round_robin(_: StepKind, call: StepCall) -> Place:
+def place_round_robin(_: StepKind, communicator: Any, model: Any) -> Place:
     """Every ``ranks``-th stage of one module, from this rank's on."""
-    job = require_job(call.p2p_communicator)
+    job = require_job(communicator)
     if job.graph is not None:
         raise StepArgumentError(
             "p2p_communicator serves a graph of modules; get_forward_backward_func(schedule='interleaved_1f1b') "
             "interleaves them"
         )
-    chunks = job.num_chunks or (len(call.model) if isinstance(call.model, Sequence) else 1)
+    chunks = job.num_chunks or (len(model) if isinstance(model, Sequence) else 1)
     if chunks < 2:
+        given = f"a {type(model).__name__} of {len(model)}" if isinstance(model, Sequence) else shown(model)
         raise StepArgumentError(
-            f"model is {describe(call.model)}; interleaving takes a list of at least two chunks. With one, use "
+            f"model is {given}; interleaving takes a list of at least two chunks. With one, use "
             "forward_backward_pipelining_without_interleaving"
         )
     ranks = job.total_stages
@@ -326,29 +327,17 @@ class StepKind:
         schedule: as in `schedule_for`.
         num_slices: likewise.
         several: a rank may have several stages of a module.
-        place: finds this rank's stages in the job of a call's communicator.
+        place: finds this rank's stages by the communicator and the model of a call.
         proof: makes the plan with its proof.
     """
 
     schedule: str
     num_slices: int = 1
     several: bool = True
-    place: Callable[[StepKind, StepCall], Place] = place_in_job
+    place: Callable[[StepKind, Any, Any], Place] = place_in_job
     proof: Callable[[StepKind, Place, PlanNeeds, Any], Proof] = proof_of_schedule
 
 
 NO_PIPELINE = StepKind("1f1b", several=False, place=place_alone)
 ONE_STAGE_EACH = StepKind("1f1b", several=False)
 INTERLEAVED = StepKind("interleaved_1f1b", place=place_round_robin, proof=proof_of_interleaving)
-
-
-def models_by_stage(kind: StepKind, place: Place, model: Any) -> Models:
-    """The argument ``model`` of a call by stage; those of a schedule have one config, else that of the first counts."""
-    if not kind.several and len(place.stages) > 1 and not isinstance(model, Mapping):
-        raise StepArgumentError(
-            f"this rank runs the modules {list(place.modules)}; give model as a dict with one entry for each of them"
-        )
-    models: Models = by_stage(place.held, model, "model")
-    if kind != INTERLEAVED and not have_one_config(list(models.values())):
-        raise StepArgumentError("the models on this rank have different configs; a step has one")
-    return models

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from attrs import evolve
 
-from pipegrid.core.sharing import LaneSharing
+from pipegrid.core.lanes import LaneSharing
 from pipegrid.plans.orders import fewest_communicators
 from pipegrid.schedules import SCHEDULES, PipelineError, PipelineRuntime, PlanError, from_text, lower, verify
 from pipegrid.transport import P2PCommunicator, P2PConfig

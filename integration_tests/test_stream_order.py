@@ -18,7 +18,7 @@ from pipegrid.schedules.runtime.stages.offload import Offload
 from pipegrid.topology import HyperCommGrid, ProcessGroupCollection
 from pipegrid.transport import LaneSpec, P2PConfig, open_lanes, streams
 from pipegrid.transport.backends import NcclTicket, local, staged
-from pipegrid.transport.lane import batch, host_waits, stream_waits
+from pipegrid.transport.lane import batch, stream_waits, transfers
 from pipegrid.transport.messages import payload
 
 SIZE = 64
@@ -151,7 +151,7 @@ CASES = {
         [
             (staged, "follow", UNORDERED, [0, 1]),
             (staged, "used_here", FREED, [0]),
-            (host_waits, "used_here", FREED, [1]),
+            (transfers, "used_here", FREED, [1]),
         ],
     ),
     "one rank": (

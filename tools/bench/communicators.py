@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipegrid.core.sharing import Communicators, LaneSharing
+from pipegrid.core.lanes import Communicators, LaneSharing
 from pipegrid.plans.generators import find_schedule
 from pipegrid.plans.orders import fewest_communicators
 from pipegrid.plans.plan import Plan

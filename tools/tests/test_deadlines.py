@@ -36,11 +36,11 @@ WAITS = {
     "transport/collectives/waiting.py": "orders a stream, or of a work that has ended",
 }
 STORES = {
+    "monitor/collectives.py": "bounded",
     "monitor/control.py": "a bounded_store",
     "monitor/epochs/stored_epochs.py": "a bounded_store",
     "monitor/first_failure.py": "bounded",
     "monitor/last_seen.py": "a bounded_store",
-    "monitor/long_waits.py": "bounded",
     "topology/job/job_store.py": "bounded; the server of a store waits for no client",
     "topology/rendezvous.py": "bounded",
     "training/restart/torchelastic.py": "bounded",

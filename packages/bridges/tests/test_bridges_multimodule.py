@@ -13,12 +13,12 @@ from pipegrid.bridges.bridge.communicator import BridgeCommunicator
 from pipegrid.bridges.errors import MissingTensorError
 from pipegrid.bridges.multimodule import EdgeOptions, MultiModulePipelineCommunicator
 from pipegrid.bridges.multimodule.dict_api import _prepare_tensor_for_comm, _restore_tensor_from_comm
-from pipegrid.bridges.multimodule.modules import total_pipeline_stages
+from pipegrid.bridges.multimodule.pipeline import total_pipeline_stages
 from pipegrid.bridges.multimodule.rank_modules import ModuleChain
 from pipegrid.bridges.vtp import VTPCommunicator, VTPTopology
 from pipegrid.core.edge import Direction, Edge
 from pipegrid.core.graph import ModuleGraphError
-from pipegrid.core.sharing import LaneSharing, PositionLane
+from pipegrid.core.lanes import LaneSharing, PositionLane
 from pipegrid.reshard import Replicate
 from pipegrid.reshard.errors import BridgeError, ShapeError
 from pipegrid.topology import HyperCommGrid

@@ -22,7 +22,7 @@ from pipegrid.transport import (
 )
 from pipegrid.transport.backends import NcclTicket
 from pipegrid.transport.backends.wire import Wire
-from pipegrid.transport.lane import batch, incoming
+from pipegrid.transport.lane import batch, endpoint
 from pipegrid.transport.lane import lane as lane_module
 from pipegrid.transport.waits.wait_lock import BackgroundThread
 
@@ -207,7 +207,7 @@ def test_buffers_of_a_header_are_allocated_under_the_stream_that_posted_the_rece
         else:
             caller = SimpleNamespace(device=torch.device("cpu"))
             monkeypatch.setattr(lane_module, "current_stream", lambda device: caller)
-            for module in (batch, incoming):
+            for module in (batch, endpoint):
                 monkeypatch.setattr(module, "working_on", working_on)
             take = lane_module.ReceiveBuffers.take
             monkeypatch.setattr(

@@ -5,8 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipegrid.core.pipeline_lanes import pipeline_lanes
-from pipegrid.core.spec import opening_key
+from pipegrid.core.lanes import opening_key, pipeline_lanes
 from pipegrid.transport import LaneSpec, open_lanes
 from pipegrid.transport.control import connector
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch._subclasses import FakeTensorMode
 
-from pipegrid.core.spec import Tally
+from pipegrid.core.lanes import Tally
 from pipegrid.transport import P2PUsageError, is_single_shape
 from pipegrid.transport.messages.payload import (
     ExpectedShape,

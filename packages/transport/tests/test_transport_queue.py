@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pipegrid.transport import LaneSpec, P2PUsageError, open_lanes
-from pipegrid.transport.lane import incoming, outgoing, transfers
+from pipegrid.transport.lane import endpoint, transfers
 
 from .two_ranks import BACK, THERE, config
 
@@ -24,8 +24,7 @@ class LiveQueue(deque):
 @pytest.fixture
 def live_queues(monkeypatch):
     monkeypatch.setattr(transfers, "deque", LiveQueue)
-    monkeypatch.setattr(incoming, "deque", LiveQueue)
-    monkeypatch.setattr(outgoing, "deque", LiveQueue)
+    monkeypatch.setattr(endpoint, "deque", LiveQueue)
 
 
 @pytest.mark.parametrize(

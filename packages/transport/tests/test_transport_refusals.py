@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from pipegrid.transport import P2PUsageError, open_lanes
-from pipegrid.transport.lane import outgoing
+from pipegrid.transport.lane import endpoint
 
 from .two_ranks import THERE, config
 
@@ -69,7 +69,7 @@ class TestUse:
             for value in (1.0, 2.0):
                 if ranks.rank == 0:
                     with monkeypatch.context() as patch, pytest.raises(P2PUsageError, match="bytes: no view of it"):
-                        patch.setattr(outgoing, "carried", cannot)
+                        patch.setattr(endpoint, "carried", cannot)
                         lanes[THERE].isend([torch.zeros(2)])
                     lanes[THERE].isend([torch.full((2,), value)]).wait()
                 else:

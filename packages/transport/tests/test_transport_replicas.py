@@ -7,7 +7,7 @@ import pytest
 import torch.distributed as dist
 
 from pipegrid.core.graph import ModuleGraph
-from pipegrid.core.pipeline_lanes import pair_lanes, placed_stages, planned_lanes, require_edge
+from pipegrid.core.lanes import pair_lanes, placed_stages, planned_lanes, require_edge
 from pipegrid.transport import (
     Direction,
     Edge,

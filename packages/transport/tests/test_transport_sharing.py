@@ -9,8 +9,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipegrid.core.pipeline_lanes import carried_lanes, pipeline_lanes
-from pipegrid.core.sharing import LaneSharing, PositionLane, communicators_of
+from pipegrid.core.lanes import LaneSharing, PositionLane, carried_lanes, communicators_of, pipeline_lanes
 from pipegrid.transport import (
     Direction,
     Edge,

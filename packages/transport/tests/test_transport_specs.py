@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipegrid.core.pipeline_lanes import direction_lane
+from pipegrid.core.lanes import direction_lane
 from pipegrid.transport import (
     Direction,
     Edge,

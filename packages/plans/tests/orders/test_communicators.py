@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipegrid.core.edge import Direction
+from pipegrid.core.lanes import LaneSharing
 from pipegrid.core.order import ORDER_MODELS
-from pipegrid.core.sharing import LaneSharing
 from pipegrid.plans import Lane, PlanError, from_text, lower, one_f_one_b, seq1f1b_interleaved, verify
 from pipegrid.plans.orders import fewest_communicators, prove_order
 from pipegrid.plans.orders.communicators import orders_on

@@ -26,9 +26,8 @@ import pytest
 
 from pipegrid.plans.passes.lowering import lower
 from pipegrid.plans.plan import step_text
-from pipegrid.plans.verify.event_ids import EventIds
 from pipegrid.plans.verify.position import PositionVerifier
-from pipegrid.plans.verify.table import Blocking, PositionTable
+from pipegrid.plans.verify.table import Blocking, EventIds, PositionTable
 from pipegrid.plans.verify.verify import list_faults
 from plan_kit.explorer import NEVER, STUCK, TOO_SOON, TWICE, UNKNOWN, Explorer, Part, explore
 from plan_kit.mutations import MODES, Alphabet, rules_broken, single_mutations

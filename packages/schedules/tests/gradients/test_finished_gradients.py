@@ -13,9 +13,8 @@ import torch.distributed as dist
 from torch import nn
 
 from autograd_kit.gradients import difference, gradients_of
-from pipegrid.gradients.reduction.declared_ties import tied_stages
 from pipegrid.gradients.reduction.reduce import reduce_gradients
-from pipegrid.gradients.reduction.tied import tie_parameters
+from pipegrid.gradients.reduction.tied import tie_parameters, tied_stages
 from pipegrid.plans.generators.registry import SCHEDULES
 from pipegrid.plans.passes.lowering import lower
 from pipegrid.schedules.megatron.config import PipelineConfig

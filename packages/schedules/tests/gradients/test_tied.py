@@ -16,9 +16,8 @@ from autograd_kit.gradients import assert_same_bits
 from pipegrid.bridges import ModuleGraphError, MultiModulePipelineCommunicator
 from pipegrid.core.graph import ModuleGraph
 from pipegrid.gradients import ReplicaError
-from pipegrid.gradients.reduction.declared_ties import required_ties
 from pipegrid.gradients.reduction.tie_groups import stages_here, tie_groups
-from pipegrid.gradients.reduction.tied import COMPARED_EVERY, TieMark
+from pipegrid.gradients.reduction.tied import COMPARED_EVERY, TieMark, required_ties
 from pipegrid.schedules import (
     GradientError,
     PipelineConfig,

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from pipegrid.schedules.runtime.stages.statistics import for_another_replica
+from pipegrid.schedules.runtime.stages.stage import for_another_replica
 
 
 class Rows(nn.Module):

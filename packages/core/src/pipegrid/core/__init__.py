@@ -7,7 +7,7 @@ from pipegrid.core.errors import P2PError, P2PUsageError, StepArgumentError
 from pipegrid.core.fields import Count, Index, Name, checked, checked_arguments, checked_fields
 from pipegrid.core.graph import ModuleGraph, ModuleGraphError
 from pipegrid.core.order import ORDER_MODELS, OrderModel
-from pipegrid.core.spec import LaneSpec, LaneStats
+from pipegrid.core.lanes import LaneSpec, LaneStats
 
 __all__ = [
     "ORDER_MODELS",

@@ -14,7 +14,7 @@ from attrs import field, frozen
 
 from pipegrid.core.edge import Direction, Edge
 from pipegrid.core.fields import checked_arguments
-from pipegrid.core.pipeline_lanes import pipeline_lanes
+from pipegrid.core.lanes import pipeline_lanes
 from pipegrid.planner.choice import Choice, GivenChoice
 from pipegrid.planner.errors import JobError
 from pipegrid.plans import lower, verify

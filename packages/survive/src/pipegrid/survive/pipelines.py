@@ -15,7 +15,7 @@ from pipegrid.topology import HyperCommGrid
 from pipegrid.transport import Direction, Edge
 
 if TYPE_CHECKING:
-    from pipegrid.transport.lane_communicator import LaneCommunicator
+    from pipegrid.transport.communicator import LaneCommunicator
 
 ModuleGrids: TypeAlias = Mapping[str, HyperCommGrid]
 

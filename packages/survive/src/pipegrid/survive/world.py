@@ -35,7 +35,7 @@ from pipegrid.topology.torch_compat import set_timeout
 if TYPE_CHECKING:
     from pipegrid.monitor.epochs import Epoch
     from pipegrid.schedules import SlowRank
-    from pipegrid.transport.lane_communicator import LaneCommunicator
+    from pipegrid.transport.communicator import LaneCommunicator
 
 _OF_A_SAVE: Final = timedelta(minutes=10)
 _MEASURED: Final = 10  # steps

@@ -10,11 +10,10 @@ from typing import Any
 
 from pipegrid.core.edge import Direction, Edge
 from pipegrid.core.fields import checked
-from pipegrid.plans.plan import Action, ActionKind
+from pipegrid.plans.plan import MESSAGE_KINDS, Action, ActionKind
 from pipegrid.plans.simulate import Costs, CostsError
 from pipegrid.plans.simulate.costs import Share
 from pipegrid.plans.verify import dataflow_of
-from pipegrid.plans.verify.event_ids import MESSAGE_KINDS
 from pipegrid.timeline.recording import Recorded, Recording, Track
 
 _F, _B, _I, _W = ActionKind.F, ActionKind.B, ActionKind.I, ActionKind.W

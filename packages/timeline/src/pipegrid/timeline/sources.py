@@ -9,11 +9,10 @@ from attrs import evolve
 
 from pipegrid.core.edge import Direction, Edge
 from pipegrid.core.fields import shown
-from pipegrid.plans.plan import Action, ActionKind, Plan
+from pipegrid.plans.plan import MESSAGE_KINDS, Action, ActionKind, Plan
 from pipegrid.plans.simulate import Costs, Simulation, simulate
 from pipegrid.plans.simulate.engine import collector_paused
 from pipegrid.plans.verify import dataflow_of
-from pipegrid.plans.verify.event_ids import MESSAGE_KINDS
 from pipegrid.timeline.recording import Recording, TimelineError
 from pipegrid.timeline.timeline import Counter, Flow, Span, Timeline, amount
 

@@ -28,7 +28,11 @@ from pipegrid.transport.errors import (
     P2PUsageError as P2PUsageError,
 )
 from pipegrid.transport.job import JobTopology as JobTopology
-from pipegrid.core.pipeline_lanes import pipeline_lanes as pipeline_lanes
+from pipegrid.core.lanes import (
+    LaneSpec as LaneSpec,
+    LaneStats as LaneStats,
+    pipeline_lanes as pipeline_lanes,
+)
 from pipegrid.transport.protocol import (
     Handle as Handle,
     Payload as Payload,
@@ -36,7 +40,6 @@ from pipegrid.transport.protocol import (
     ReceiveHandle as ReceiveHandle,
     ReusableReceive as ReusableReceive,
 )
-from pipegrid.core.spec import LaneSpec as LaneSpec, LaneStats as LaneStats
 
 if TYPE_CHECKING:
     from pipegrid.transport.communicator import P2PCommunicator

@@ -9,7 +9,7 @@ import attrs
 from attrs import frozen
 
 from pipegrid.core.fields import Count, Rule, checked_fields, instance, integer
-from pipegrid.core.sharing import Communicators
+from pipegrid.core.lanes import Communicators
 from pipegrid.transport.errors import P2PUsageError
 
 ShapeMode: TypeAlias = Literal["agreed", "given", "header", "learned"]

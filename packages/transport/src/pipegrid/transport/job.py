@@ -8,7 +8,7 @@ from attrs import field, frozen
 
 from pipegrid.core.edge import Edge
 from pipegrid.core.graph import ModuleGraph
-from pipegrid.core.sharing import Communicators
+from pipegrid.core.lanes import Communicators
 
 
 @frozen

@@ -25,7 +25,7 @@ from pipegrid.bridges.bridge.wiring import group_spec
 from pipegrid.bridges.collectives import abort_groups, own_groups
 from pipegrid.core.edge import Direction
 from pipegrid.core.fields import checked
-from pipegrid.core.sharing import LaneSharing
+from pipegrid.core.lanes import LaneSharing
 from pipegrid.reshard import (
     GridLike,
 )

@@ -14,10 +14,10 @@ from pipegrid.bridges.collectives import abort_groups
 from pipegrid.core.edge import Direction, Edge
 from pipegrid.reshard.errors import BridgeError
 from pipegrid.transport.base import Port, Verbs
+from pipegrid.transport.communicator import LaneCommunicator
 from pipegrid.transport.control.handshake import Handshake
 from pipegrid.transport.errors import P2PLaneDeadError
 from pipegrid.transport.lane.lane import Lane
-from pipegrid.transport.lane_communicator import LaneCommunicator
 from pipegrid.transport.protocol import Handle, ReceiveHandle
 
 Way: TypeAlias = tuple[Edge, Direction]

@@ -18,7 +18,7 @@ from pipegrid.bridges.bridge.wiring import BridgeWiring
 from pipegrid.bridges.collectives import CollectiveWaits, close_groups
 from pipegrid.bridges.steps import Completing, pack, require_summed, start_sum, unpack
 from pipegrid.core.edge import Direction
-from pipegrid.core.spec import LaneSpec
+from pipegrid.core.lanes import LaneSpec
 from pipegrid.reshard import RankPart
 from pipegrid.reshard.errors import BridgeError, ShapeError
 from pipegrid.topology import GroupSpec

@@ -8,7 +8,7 @@ from attrs import define
 
 from pipegrid.bridges.bridge import BridgeCommunicator
 from pipegrid.core.edge import Direction, Edge
-from pipegrid.core.spec import LaneSpec
+from pipegrid.core.lanes import LaneSpec
 from pipegrid.reshard import REPLICAS, GridLike, as_grid
 from pipegrid.reshard.errors import BridgeError
 from pipegrid.transport.config import P2PConfig

@@ -17,7 +17,7 @@ from pipegrid.bridges.bridge import BridgeCommunicator
 from pipegrid.bridges.multimodule.edges import Ends
 from pipegrid.bridges.multimodule.rank_modules import ModuleChain
 from pipegrid.core.edge import Crossing, Direction, Edge
-from pipegrid.core.spec import LaneSpec
+from pipegrid.core.lanes import LaneSpec
 from pipegrid.transport.control.replica_lanes import ReplicaTraffic
 from pipegrid.transport.errors import P2PUsageError
 

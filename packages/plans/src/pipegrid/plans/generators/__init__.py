@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from pipegrid.plans.generators.around import ANY_GRAPH, fitting_schedules, schedule_for, stage_places
 from pipegrid.plans.generators.controllable_memory import v_half, v_min
 from pipegrid.plans.generators.looped import forward_only, interleaved_1f1b, interleaved_zero_bubble, looped_bfs
-from pipegrid.plans.generators.multi_module import frozen_stages, multi_module_1f1b
+from pipegrid.plans.generators.module_graphs import (
+    ANY_GRAPH,
+    fitting_schedules,
+    frozen_stages,
+    multi_module_1f1b,
+    schedule_for,
+    stage_places,
+)
 from pipegrid.plans.generators.one_stage import gpipe, one_f_one_b
 from pipegrid.plans.generators.registry import SCHEDULES, Schedule, find_schedule, require_slices
 from pipegrid.plans.generators.routed import routed

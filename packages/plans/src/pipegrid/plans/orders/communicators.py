@@ -14,8 +14,8 @@ from typing import TypeAlias
 
 from attrs import field, frozen
 
+from pipegrid.core.lanes import LaneSharing
 from pipegrid.core.order import ORDER_MODELS, OrderModel
-from pipegrid.core.sharing import LaneSharing
 from pipegrid.plans.orders.ends import End, crossing, message_of, partners_of
 from pipegrid.plans.orders.of_plan import orders_of_plan
 from pipegrid.plans.orders.orders import Orders

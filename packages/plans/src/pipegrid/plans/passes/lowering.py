@@ -16,6 +16,7 @@ from pipegrid.plans.errors import PlanError
 from pipegrid.plans.passes.sharding import Shard, sharded_stages, with_gathers
 from pipegrid.plans.plan import (
     COMPUTES,
+    MESSAGE_KINDS,
     Action,
     ActionKind,
     Group,
@@ -29,7 +30,6 @@ from pipegrid.plans.plan.dataflow import Dataflow, EdgeFlow, dataflow_of, replic
 from pipegrid.plans.simulate import Costs
 from pipegrid.plans.simulate.engine import Times, collector_paused, play
 from pipegrid.plans.verify import verify
-from pipegrid.plans.verify.event_ids import MESSAGE_KINDS
 
 _Dates: TypeAlias = tuple[Sequence[Sequence[float]], Sequence[Sequence[float]]]
 Receives: TypeAlias = Literal["late", "early"]

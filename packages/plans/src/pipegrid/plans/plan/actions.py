@@ -113,6 +113,11 @@ COMPUTES = frozenset({ActionKind.F, ActionKind.B, ActionKind.I, ActionKind.W})
 SENDS = frozenset({ActionKind.SEND_F, ActionKind.SEND_B})
 RECEIVES = frozenset({ActionKind.RECV_F, ActionKind.RECV_B})
 MESSAGES = SENDS | RECEIVES
+MESSAGE_KINDS = {
+    Direction.FORWARD: (ActionKind.SEND_F, ActionKind.RECV_F),
+    Direction.BACKWARD: (ActionKind.SEND_B, ActionKind.RECV_B),
+}
+"""Per direction, the kind of a message's two ends: send, receive."""
 AT_SOURCE = frozenset({ActionKind.SEND_F, ActionKind.RECV_B})
 SHARDING = frozenset({ActionKind.UNSHARD, ActionKind.RESHARD, ActionKind.REDUCE_GRAD})
 OFFLOADING = frozenset({ActionKind.OFFLOAD, ActionKind.RELEASE, ActionKind.RELOAD})

@@ -17,10 +17,9 @@ from pipegrid.core.fields import Count, checked_arguments
 from pipegrid.core.graph import chain
 from pipegrid.plans.errors import PlanError
 from pipegrid.plans.plan.actions import COMPUTES, MESSAGES, SHARDING, Action, ActionKind
-from pipegrid.plans.plan.parts import Step, Text, actions_of, is_pair, step_text
+from pipegrid.plans.plan.parts import Step, Text, Token, actions_of, is_pair, step_text
 from pipegrid.plans.plan.plan import Plan, header_lines, require_plan
 from pipegrid.plans.plan.text import Reader
-from pipegrid.plans.plan.tokens import Token
 
 _PEERLESS = re.compile(r"(\d{1,9})(SEND_F|RECV_F|SEND_B|RECV_B)\d{1,9}", re.ASCII)
 _NEXT = {"SEND_F": (">", 1), "RECV_F": ("<", -1), "SEND_B": (">", -1), "RECV_B": ("<", 1)}

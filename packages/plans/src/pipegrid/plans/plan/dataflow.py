@@ -18,7 +18,7 @@ from typing import TypeAlias
 from attrs import field, frozen
 
 from pipegrid.core.edge import Direction, Edge
-from pipegrid.core.sharing import PositionLane as Lane
+from pipegrid.core.lanes import PositionLane as Lane
 from pipegrid.plans.plan.actions import Action, ActionKind
 from pipegrid.plans.plan.plan import Plan
 from pipegrid.plans.plan.routes import Routes

@@ -22,10 +22,9 @@ from pipegrid.core.strict_json import exactly, first_fault, read_json
 from pipegrid.plans.errors import PlanError, PlanSyntaxError
 from pipegrid.plans.plan.actions import Action, parse_action
 from pipegrid.plans.plan.header import check_extent, expectation, module_graph
-from pipegrid.plans.plan.parts import Group, Step, Text, as_step, is_pair, parse_step, step_text
+from pipegrid.plans.plan.parts import Group, Step, Text, as_step, is_pair, parse_edge, parse_step, step_text
 from pipegrid.plans.plan.plan import Plan, require_placed, require_plan
 from pipegrid.plans.plan.routes_text import routes_document, routes_from_document
-from pipegrid.plans.plan.tokens import parse_edge
 
 if TYPE_CHECKING:
     from cattrs import Converter

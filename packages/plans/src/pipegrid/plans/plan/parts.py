@@ -1,13 +1,14 @@
-"""The parts of a plan: steps, groups, the graph of a chain.
+"""The parts of a plan: steps, groups, the graph of a chain; and the tokens of a written plan.
 
 A *step* is one action, a batch (a tuple) of messages and collectives that are issued together, or a pair (a tuple too)
-of a forward and a backward that run together.
+of a forward and a backward that run together. A *token* is a piece of text that knows its line and column.
 """
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Annotated, Any, TypeAlias
 
@@ -16,7 +17,7 @@ from attrs import field, frozen
 from pipegrid.core.edge import Edge
 from pipegrid.core.fields import Index, Rule, checked, checked_fields, index_of, instance, shown
 from pipegrid.core.graph import ModuleGraph
-from pipegrid.plans.errors import PlanError
+from pipegrid.plans.errors import PlanError, PlanSyntaxError
 from pipegrid.plans.plan.actions import ALONE, COMPUTES, Action, ActionKind, GroupName, parse_action
 
 Step: TypeAlias = Action | tuple[Action, ...]
@@ -150,3 +151,76 @@ def step_text(step: Step) -> str:
     if isinstance(step, Action):
         return str(step)
     return f"({';'.join(map(str, step))})" if is_pair(step) else f"[{' '.join(map(str, step))}]"
+
+
+_WORD = re.compile(r'(?:"(?:[^"\\]|\\.)*"?|[^\s#"])+|#.*')
+_STEP = re.compile(rf"{PAIR}(?:\s*OVERLAP_F_B)?(?!\S)|\[[^\[\]]*\]|[^\s\[\]]+|[\[\]]")
+_EDGE = re.compile(r"(\d{1,9})>(\d{1,9})", re.ASCII)
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9_.\-]+")
+QUOTED = r'"(?:[^"\\\x00-\x1f]|\\["\\/bfnrt]|\\u[0-9a-fA-F]{4})*"'
+"""A string of JSON."""
+
+
+@frozen
+class Token:
+    """A piece of the text and its place; ``called`` names it in errors where its text does not."""
+
+    text: str
+    line: int
+    column: int
+    called: str = ""
+
+    def error(self, expected: str) -> PlanSyntaxError:
+        """The error for this token where ``expected`` should be."""
+        found = self.called or shown(self.text)
+        return PlanSyntaxError(line=self.line, column=self.column, found=found, expected=expected)
+
+    def within(self, text: str, offset: int) -> Token:
+        """A part of this token."""
+        return Token(text, self.line, self.column + offset)
+
+    def end(self) -> Token:
+        """The end of a line whose last token is this one."""
+        return Token("", self.line, self.column + len(self.text), "the end of the line")
+
+    def words(self) -> Iterator[Token]:
+        """The words of this token, up to a comment; a name in double quotes may hold spaces."""
+        for match in _WORD.finditer(self.text):
+            if match[0].startswith("#"):
+                return
+            yield self.within(match[0], match.start())
+
+    def steps(self) -> Iterator[tuple[Token, list[Token]]]:
+        """The steps of this token, each with its words: an action, those of a batch in brackets, or of a pair."""
+        for match in _STEP.finditer(self.text):
+            step = self.within(match[0], match.start())
+            if match[1] is not None:
+                yield step, [self.within(match[part], match.start(part)) for part in (1, 2)]
+                continue
+            words = re.finditer(r"[^\s\[\]]+", match[0])
+            yield step, [step.within(word[0], word.start()) for word in words]
+
+    def action(self) -> Action:
+        """This token as an action."""
+        try:
+            return parse_action(self.text)
+        except PlanError as error:
+            raise self.error(f"an action ({error})") from None
+
+
+def parse_edge(text: str) -> Edge:
+    """An edge between stages such as ``1>2``."""
+    match = _EDGE.fullmatch(text)
+    if match is None or int(match[1]) >= int(match[2]):
+        raise PlanError(f"an edge between stages, such as 1>2, not {text!r}")
+    return Edge(int(match[1]), int(match[2]))
+
+
+def name_text(name: str) -> str:
+    """The name of a module as a word of a plan's text: in quotes where it is not a plain word."""
+    return name if _PLAIN_NAME.fullmatch(name) else json.dumps(name)
+
+
+def read_name(text: str) -> str:
+    """The name that `name_text` has written."""
+    return str(json.loads(text)) if text.startswith('"') else text

@@ -26,12 +26,12 @@ from pipegrid.plans.plan.parts import (
     as_positions,
     ascending,
     is_pair,
+    name_text,
     stages_on,
     step_text,
 )
 from pipegrid.plans.plan.routes import Routes
 from pipegrid.plans.plan.routes_check import check_routes
-from pipegrid.plans.plan.tokens import name_text
 
 
 def _count_steps(positions: tuple[tuple[Step, ...], ...]) -> str:

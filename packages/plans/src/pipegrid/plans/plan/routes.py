@@ -18,7 +18,7 @@ from attrs import field, frozen
 
 from pipegrid.core.fields import Count, Index, Name, checked, checked_fields, shown
 from pipegrid.plans.errors import PlanError
-from pipegrid.plans.plan.tokens import name_text
+from pipegrid.plans.plan.parts import name_text
 
 Units: TypeAlias = tuple[Index, ...]
 

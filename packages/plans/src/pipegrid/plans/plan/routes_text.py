@@ -25,9 +25,8 @@ from attrs import define, field
 from pipegrid.core.fields import checked, shown
 from pipegrid.core.strict_json import read_json
 from pipegrid.plans.errors import PlanError
-from pipegrid.plans.plan.parts import Text
+from pipegrid.plans.plan.parts import QUOTED, Text, Token, read_name
 from pipegrid.plans.plan.routes import Actor, Move, Routes
-from pipegrid.plans.plan.tokens import QUOTED, Token, read_name
 
 _AT = r"(\d{1,9})@(\d{1,9})"
 _NUMBER = re.compile(r"(\d{1,9})", re.ASCII)

@@ -28,11 +28,10 @@ from pipegrid.core.graph import ModuleGraph, chain
 from pipegrid.plans.errors import PlanError
 from pipegrid.plans.plan.actions import Action, ActionKind
 from pipegrid.plans.plan.header import check_extent, expectation, module_graph
-from pipegrid.plans.plan.parts import Group, Step, Text, as_step
+from pipegrid.plans.plan.parts import QUOTED, Group, Step, Text, Token, as_step, parse_edge, read_name
 from pipegrid.plans.plan.plan import Plan, require_placed
 from pipegrid.plans.plan.routes_text import LINES as ROUTE_LINES
 from pipegrid.plans.plan.routes_text import RoutesReader
-from pipegrid.plans.plan.tokens import QUOTED, Token, parse_edge, read_name
 
 _POSITION = re.compile(r"\s*(\d{1,9})\s*:", re.ASCII)
 

@@ -18,8 +18,7 @@ from typing import NamedTuple, TypeAlias
 from pipegrid.plans.errors import PlanError
 from pipegrid.plans.plan import OFFLOADING, SHARDING, Action, ActionKind, Plan
 from pipegrid.plans.simulate.costs import Costs
-from pipegrid.plans.simulate.side_streams import Slots
-from pipegrid.plans.simulate.wiring import Compute, Lane, Wiring
+from pipegrid.plans.simulate.wiring import Compute, Lane, Slots, Wiring
 
 Times: TypeAlias = tuple[tuple[float, ...], ...]
 """Per position, a time for each of its actions, in the order of `Plan.actions`."""

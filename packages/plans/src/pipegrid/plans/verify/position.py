@@ -1,18 +1,18 @@
-"""Verification of one position: one pass over its steps."""
+"""Verification of each position in one pass over its steps, then of what positions do together: both have one order."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from attrs import Factory, define
 
 from pipegrid.plans.errors import Fault
 from pipegrid.plans.orders.play import Program
-from pipegrid.plans.plan import OFFLOADING, SHARDING, Action, ActionKind, Lane, Step, for_piece
+from pipegrid.plans.plan import OFFLOADING, SHARDING, Action, ActionKind, Lane, Step, for_piece, step_text
 from pipegrid.plans.plan.parts import is_pair
-from pipegrid.plans.verify.explain import out_of_sequence, unknown_microbatch, why_no_rule, why_refused
-from pipegrid.plans.verify.table import ActionRule, PositionTable, RuleKey
+from pipegrid.plans.verify.explain import out_of_sequence, step_of, unknown_microbatch, why_no_rule, why_refused
+from pipegrid.plans.verify.table import ActionRule, EventIds, PositionTable, RuleKey
 
 F, W = ActionKind.F, ActionKind.W
 
@@ -291,15 +291,7 @@ class PositionVerifier:
         if action.group != group:
             self._fault("group", f"{action}: edge {action.edge} already uses the group {group!r}", index)
             return False
-        piece = plan.piece_of(action)
-        done = rule.done + piece
-        if piece >= plan.num_pieces or self.flags[done]:
-            self._refuse(index, action, rule)
-            return False
-        if any(not self.flags[needed + piece] for needed in rule.needs):
-            self._refuse(index, action, rule)
-        self.flags[done] = 1
-        return True
+        return self._may_run(index, action, rule, plan.piece_of(action))
 
 
 def _missing_actions(table: PositionTable, flags: bytearray, reduced: set[str]) -> list[Fault]:
@@ -333,3 +325,79 @@ def _missing(position: int, lacking: Sequence[Sequence[Action]]) -> Fault:
     listed = ", ".join(" or ".join(map(str, actions)) for actions in lacking[:8])
     more = f" and {len(lacking) - 8} more" if len(lacking) > 8 else ""
     return Fault("missing", f"{listed}{more}: to be done here, and never done", position)
+
+
+def check_lanes(ids: EventIds, verifiers: Sequence[PositionVerifier]) -> list[Fault]:
+    """On each lane, receives are in the order of the sends."""
+    faults = []
+    for verifier in verifiers:
+        for lane, sent in verifier.sent.items():
+            received = verifiers[lane.destination].received[lane]
+            if sent == received or set(sent) != set(received):
+                continue  # a message with one end only is reported where the other is missing
+            number = _first_difference(sent, received)
+            ends = []
+            for sends, position, order in ((True, lane.source, sent), (False, lane.destination, received)):
+                action = ids.message(order[number], sends=sends)
+                ends.append(f"position {position}, step {step_of(action, verifiers[position].steps)}: {action}")
+            faults.append(
+                Fault(
+                    "order",
+                    f"lane {lane}: message {number} is sent by {ends[0]}, and received as another by {ends[1]}; "
+                    "lanes are first in, first out",
+                )
+            )
+    return faults
+
+
+def check_calls(ids: EventIds, verifiers: Sequence[PositionVerifier]) -> list[Fault]:
+    """The members of a group do its collectives in one order, and the positions of a shared stage its computes."""
+    faults = []
+    together: list[tuple[str | int, tuple[int, ...]]] = [*ids.dataflow.groups.items(), *ids.dataflow.shared]
+    for key, positions in together:
+        first, *others = [(verifiers[position], verifiers[position].calls[key]) for position in positions]
+        for other in others:
+            ours, theirs = ([call.same for call in calls] for _, calls in (first, other))
+            if ours == theirs:
+                continue
+            number = _first_difference(ours, theirs)
+            ways = "; ".join(_where(one, [call.step for call in calls], number) for one, calls in (first, other))
+            faults.append(
+                Fault("group", f"group {key!r}: collective {number} differs between members: {ways}")
+                if isinstance(key, str)
+                else Fault(
+                    "order",
+                    f"stage {key} lies on positions {list(positions)}, whose ranks may communicate inside it, and its "
+                    f"compute {number} differs between them: {ways}; put its computes in one order on all of them",
+                )
+            )
+    return faults
+
+
+def check_exchanges(verifiers: Sequence[PositionVerifier]) -> Iterator[Fault]:
+    """With one communicator for each pair of positions, the batches of the two match one to one, in order."""
+    for verifier in verifiers:
+        for partner, mine in verifier.exchanges.items():
+            other = verifiers[partner]
+            theirs = other.exchanges[verifier.position]
+            if verifier.position > partner or mine.contents == theirs.contents:
+                continue
+            number = _first_difference(mine.contents, theirs.contents)
+            yield Fault(
+                "order",
+                f"positions {verifier.position} and {partner} share a lane, and their exchange {number} does not "
+                f"match: {_where(verifier, mine.steps, number)} against {_where(other, theirs.steps, number)}",
+            )
+
+
+def _first_difference(ours: Sequence[object], theirs: Sequence[object]) -> int:
+    """The place of the first difference; of unequal lengths at most the end of the shorter one."""
+    shorter = min(len(ours), len(theirs))
+    return next((i for i in range(shorter) if ours[i] != theirs[i]), shorter)
+
+
+def _where(verifier: PositionVerifier, steps: Sequence[int], number: int) -> str:
+    """The step in which a position does its part ``number``, of those that it does in ``steps``."""
+    if number >= len(steps):
+        return f"position {verifier.position} has no more"
+    return f"position {verifier.position}, step {steps[number]}: {step_text(verifier.steps[steps[number]])}"

@@ -10,8 +10,8 @@ from functools import cached_property
 from attrs import evolve, field, frozen
 
 from pipegrid.core.fields import Count, checked, shown
+from pipegrid.core.lanes import Communicators, LaneSharing
 from pipegrid.core.order import ORDER_MODELS, OrderModel
-from pipegrid.core.sharing import Communicators, LaneSharing
 from pipegrid.plans.errors import Fault, PlanError
 from pipegrid.plans.orders.communicators import orders_on, strictest
 from pipegrid.plans.orders.of_plan import orders_of_plan
@@ -19,14 +19,12 @@ from pipegrid.plans.orders.play import cycles, play
 from pipegrid.plans.orders.prove import model_named, prove_order
 from pipegrid.plans.plan import Plan, require_plan
 from pipegrid.plans.plan.dataflow import dataflow_of
-from pipegrid.plans.verify.event_ids import EventIds
 from pipegrid.plans.verify.explain import deadlock
-from pipegrid.plans.verify.lanes import check_calls, check_exchanges, check_lanes
 from pipegrid.plans.verify.memory import Peaks, peak_kept, peaks_of
 from pipegrid.plans.verify.offloading import check_offloading
-from pipegrid.plans.verify.position import PositionVerifier
+from pipegrid.plans.verify.position import PositionVerifier, check_calls, check_exchanges, check_lanes
 from pipegrid.plans.verify.sharding import Gathering, check_sharding
-from pipegrid.plans.verify.table import Batches, Blocking, PositionTable
+from pipegrid.plans.verify.table import Batches, Blocking, EventIds, PositionTable
 
 
 @frozen(slots=False)

@@ -1,4 +1,4 @@
-"""The arguments of one call of a step function, and the key of what such a call needs.
+"""The arguments of one call of a step function, which of them exclude each other, and the key of what it needs.
 
 Calls with equal keys share one `pipegrid.schedules.megatron.prepared.PreparedStep`, so the key has everything that
 decides how a step runs: arguments, options of the config, process groups, and what is read off the parameters.
@@ -17,12 +17,17 @@ from attrs import define, field, frozen
 
 from pipegrid.core.errors import StepArgumentError
 from pipegrid.core.fields import shown
+from pipegrid.core.graph import ModuleGraph
 from pipegrid.gradients.groups import collections_by_name
 from pipegrid.gradients.reduction import StepGradients, observed
+from pipegrid.plans.generators import SCHEDULES, find_schedule
 from pipegrid.plans.plan import Action, Routes
-from pipegrid.schedules.megatron.config import OF_MEGATRON, aux_loss_scalers, config_of, option
-from pipegrid.schedules.megatron.place import sharding_key
+from pipegrid.schedules.megatron.config import OF_MEGATRON, aux_loss_scalers, config_of, option, unwrapped_attribute
+from pipegrid.schedules.megatron.forward import modules_with
+from pipegrid.schedules.megatron.place import INTERLEAVED, NO_PIPELINE, Place, StepKind, sharding_key
 from pipegrid.schedules.runtime import Hook, MessageHook
+
+CHECKPOINTS = "num_microbatches_with_partial_activation_checkpoints"
 
 
 @define(eq=False)
@@ -177,7 +182,18 @@ def by_stage(held: Mapping[str, Sequence[int]], value: Any, name: str) -> dict[i
     return dict(sorted(found.items()))
 
 
-CHECKPOINTS = "num_microbatches_with_partial_activation_checkpoints"
+def models_by_stage(kind: StepKind, place: Place, model: Any) -> dict[int, Any]:
+    """The argument ``model`` of a call by stage; those of a schedule have one config, else that of the first counts."""
+    if not kind.several and len(place.stages) > 1 and not isinstance(model, Mapping):
+        raise StepArgumentError(
+            f"this rank runs the modules {list(place.modules)}; give model as a dict with one entry for each of them"
+        )
+    models = by_stage(place.held, model, "model")
+    if kind != INTERLEAVED and not have_one_config(list(models.values())):
+        raise StepArgumentError("the models on this rank have different configs; a step has one")
+    return models
+
+
 _FITTING: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 """Functions whose signature was found right, by how many arguments they are called with."""
 
@@ -203,6 +219,71 @@ def require_forward_step(forward_step_func: Any, *, checkpoints: bool) -> None:
         ) from None
     with contextlib.suppress(TypeError):
         _FITTING[function] = len(arguments)
+
+
+def require_in_place(models: Mapping[int, Any], graph: ModuleGraph) -> None:
+    """Raise StepArgumentError for a stage of a layout (``stage_of_layout``) that the communicator places otherwise."""
+    for stage, model in models.items():
+        own: tuple[int, int] | None = unwrapped_attribute(model, "stage_of_layout")
+        module, number = graph.module_of(stage)
+        if own is None or own == (number, graph.depth(module)):
+            continue
+        raise StepArgumentError(
+            f"the model of stage {number} is stage {own[0]} of the {own[1]} of its layout, and the communicator has "
+            f"{graph.depth(module)} stages of module {module!r}, pp x chunks. Give a layout with as many stages, and "
+            "communicator and models one placement, that of the schedule: stage_places(schedule, pp)"
+        )
+
+
+def require_compatible(kind: StepKind, place: Place, call: StepCall, models: Mapping[int, Any], config: Any) -> None:
+    """Raise StepArgumentError for arguments and options of the config that exclude each other."""
+    if call.adjust_tensor_shapes_fn is not None:
+        if kind == NO_PIPELINE:
+            raise StepArgumentError(
+                "adjust_tensor_shapes_fn adjusts shapes of messages; without a pipeline there are none"
+            )
+        if len(place.graph.modules) > 1:
+            raise StepArgumentError(
+                "adjust_tensor_shapes_fn has one list of shapes, and the modules of a graph have one each; neighbours "
+                "agree on shapes without it"
+            )
+    if option(config, "overlap_moe_expert_parallel_comm"):
+        known = find_schedule(kind.schedule)
+        if not known.pairs or kind.num_slices > 1:
+            paired = ", ".join(name for name, other in SCHEDULES.items() if other.pairs)
+            raise StepArgumentError(
+                f"config.overlap_moe_expert_parallel_comm is set, and {known.name} has no pairs; these do: {paired}"
+            )
+    if option(config, "weighted_microbatches") and not option(config, "calculate_per_token_loss"):
+        raise StepArgumentError(
+            "config.weighted_microbatches is set, which says what calculate_per_token_loss counts; set both"
+        )
+    if call.collect_non_loss_data and not call.forward_only:
+        raise StepArgumentError("collect_non_loss_data has no loss to differentiate; set forward_only=True as well")
+    if option(config, "check"):
+        for stage, model in models.items():
+            if unwrapped_attribute(model, "proofs") is None:
+                raise StepArgumentError(
+                    f"config.check is set, and the {type(model).__name__} of stage {stage} is not made by "
+                    "`pipeline_stage` of pipegrid.training: there is no whole model to compare with; leave check "
+                    "out of its config"
+                )
+
+
+def require_sliced(models: Mapping[int, Any], config: Any, num_slices: int) -> None:
+    """Raise StepArgumentError for a model, or an option, that does not work with slices."""
+    for name in (CHECKPOINTS, "no_sync_func", "defer_embedding_wgrad_compute", "shard"):
+        value = option(config, name)
+        if value is not None and value is not False:
+            raise StepArgumentError(
+                f"config.{name} is set, which counts whole microbatches: num_slices is {num_slices}"
+            )
+    for stage, model in models.items():
+        if not modules_with(model.modules(), "current_slice")["current_slice"]:
+            raise StepArgumentError(
+                f"num_slices is {num_slices}, and no module of stage {stage} has a current_slice, by which attention "
+                "sees the earlier slices; set current_slice = None on each attention module (or on any)"
+            )
 
 
 _VALUES = (

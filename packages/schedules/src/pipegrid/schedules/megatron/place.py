@@ -1,11 +1,12 @@
-"""The place of this rank, which is its stages in the graph of its communicator, and the plan of a step there. Pure."""
+"""What a step function runs: this rank's stages in the graph of its communicator, and the proved plan. No torch."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import cached_property, lru_cache
 from typing import Any, TypeAlias
 
-from attrs import frozen
+from attrs import evolve, frozen
 
 from pipegrid.core.edge import Edge
 from pipegrid.core.errors import StepArgumentError
@@ -16,7 +17,8 @@ from pipegrid.plans.generators import find_schedule, interleaved_1f1b, looped_pl
 from pipegrid.plans.passes.lowering import Receives, lower
 from pipegrid.plans.passes.sharding import Shard
 from pipegrid.plans.plan import ActionKind, Plan, Routes, as_placement, require_graph
-from pipegrid.plans.verify.verify import Proof, verify
+from pipegrid.plans.verify import Proof, verify
+from pipegrid.schedules.megatron.config import checked_option, option
 from pipegrid.transport.base import Communicator
 from pipegrid.transport.job import JobTopology
 
@@ -258,3 +260,84 @@ def window_on(plan: Plan, position: int) -> int:
         elif action.kind.is_compute:
             break
     return count
+
+
+def place_in_job(kind: StepKind, communicator: Any, model: Any) -> Place:
+    """This rank's stages by the communicator; without a placement, every rank has as many as there are models."""
+    chunks = len(model) if isinstance(model, (list, tuple)) else 1
+    return place_of(communicator, several=kind.several, num_chunks=chunks)
+
+
+def place_alone(_: StepKind, communicator: Any, _model: Any) -> Place:
+    """The only stage."""
+    stages = 1 if communicator is None else require_job(communicator).total_stages
+    if stages != 1:
+        raise StepArgumentError(f"p2p_communicator has {stages} stages; pp_size={stages} gives the function for them")
+    return Place(one_module(1), (0,))
+
+
+def place_round_robin(_: StepKind, communicator: Any, model: Any) -> Place:
+    """Every ``ranks``-th stage of one module, from this rank's on."""
+    job = require_job(communicator)
+    if job.graph is not None:
+        raise StepArgumentError(
+            "p2p_communicator serves a graph of modules; get_forward_backward_func(schedule='interleaved_1f1b') "
+            "interleaves them"
+        )
+    chunks = job.num_chunks or (len(model) if isinstance(model, Sequence) else 1)
+    if chunks < 2:
+        given = f"a {type(model).__name__} of {len(model)}" if isinstance(model, Sequence) else shown(model)
+        raise StepArgumentError(
+            f"model is {given}; interleaving takes a list of at least two chunks. With one, use "
+            "forward_backward_pipelining_without_interleaving"
+        )
+    ranks = job.total_stages
+    return Place(one_module(ranks * chunks), tuple(range(job.current_stage, ranks * chunks, ranks)))
+
+
+def proof_of_schedule(kind: StepKind, place: Place, needs: PlanNeeds, config: Any) -> Proof:
+    """The plan of the schedule over the graph of modules."""
+    overlap = bool(option(config, "overlap_moe_expert_parallel_comm"))
+    return step_proof(evolve(place, stages=()), needs, kind.schedule, kind.num_slices, overlap=overlap)
+
+
+def proof_of_interleaving(_: StepKind, place: Place, needs: PlanNeeds, config: Any) -> Proof:
+    """Interleaved 1F1B with the groups of microbatches, the receives and the pairs of ``config``."""
+    chunks = len(place.stages)
+    ranks = place.graph.num_stages // chunks
+    group_size = checked_option(config, "microbatch_group_size_per_vp_stage") or ranks
+    num_microbatches = needs.num_microbatches
+    last = num_microbatches % group_size
+    if not ranks <= group_size <= num_microbatches or 0 < last < ranks:
+        raise StepArgumentError(
+            f"{num_microbatches} microbatches in groups of {group_size} over {ranks} ranks: the interleaved step "
+            "needs ranks <= group size <= microbatches, and a last group that is full or has at least as many "
+            "microbatches as ranks. A PipelineRuntime runs interleaved_1f1b without this limit"
+        )
+    receives: Receives = "early" if option(config, "overlap_p2p_comm") else "late"
+    overlap = bool(option(config, "overlap_moe_expert_parallel_comm"))
+    return interleaved_proof(ranks, chunks, needs, group_size, receives, overlap)
+
+
+@frozen
+class StepKind:
+    """What a step function runs; calls of equal kinds may share a plan.
+
+    Attributes:
+        schedule: as in `schedule_for`.
+        num_slices: likewise.
+        several: a rank may have several stages of a module.
+        place: finds this rank's stages by the communicator and the model of a call.
+        proof: makes the plan with its proof.
+    """
+
+    schedule: str
+    num_slices: int = 1
+    several: bool = True
+    place: Callable[[StepKind, Any, Any], Place] = place_in_job
+    proof: Callable[[StepKind, Place, PlanNeeds, Any], Proof] = proof_of_schedule
+
+
+NO_PIPELINE = StepKind("1f1b", several=False, place=place_alone)
+ONE_STAGE_EACH = StepKind("1f1b", several=False)
+INTERLEAVED = StepKind("interleaved_1f1b", place=place_round_robin, proof=proof_of_interleaving)

@@ -30,8 +30,12 @@ from pipegrid.schedules.megatron.call import (
     StepCall,
     by_stage,
     flat,
+    models_by_stage,
     options_of,
+    require_compatible,
     require_forward_step,
+    require_in_place,
+    require_sliced,
     step_key,
 )
 from pipegrid.schedules.megatron.config import (
@@ -43,14 +47,14 @@ from pipegrid.schedules.megatron.config import (
     require_options,
 )
 from pipegrid.schedules.megatron.counts import get_tensor_shapes
-from pipegrid.schedules.megatron.kinds import (
+from pipegrid.schedules.megatron.place import (
+    Place,
+    PlanNeeds,
     StepKind,
-    models_by_stage,
-    require_compatible,
-    require_in_place,
-    require_sliced,
+    checkpointed_on,
+    forwards_on,
+    sharding_key,
 )
-from pipegrid.schedules.megatron.place import Place, PlanNeeds, checkpointed_on, forwards_on, sharding_key
 from pipegrid.schedules.megatron.shapes import AnnouncedShapes, announced_shapes, sent_shape
 from pipegrid.schedules.megatron.stage import MegatronStage, SkippingStage, takes_part
 from pipegrid.schedules.megatron.units.batches import UnitBatches
@@ -196,7 +200,7 @@ class PreparedStep:
 
     def __init__(self, kind: StepKind, call: StepCall, state: ModelState) -> None:
         self.state, self.communicator = state, call.p2p_communicator
-        self.place = kind.place(kind, call)
+        self.place = kind.place(kind, call.p2p_communicator, call.model)
         models = models_by_stage(kind, self.place, call.model)
         by_stage(self.place.held, call.data_iterator, "data_iterator")  # checked here already: before the first message
         config = config_of(next(iter(models.values())))
@@ -206,7 +210,7 @@ class PreparedStep:
         num_microbatches = checked(call.num_microbatches, rule, "num_microbatches", StepArgumentError)
         self.checkpoints = checked_option(config, CHECKPOINTS) is not None
         require_forward_step(call.forward_step_func, checkpoints=self.checkpoints)
-        require_compatible(kind, call, models, config)
+        require_compatible(kind, self.place, call, models, config)
         self.waiting = Waiting(option(config, "deadline"), option(config, "monitor"), of_step=True)
         ties = () if call.forward_only else required_ties(models=[*models.values()], config=config, stages=list(models))
         sharding = sharding_key(option(config, "shard"), checked_option(config, "prefetch"))

@@ -19,8 +19,8 @@ from pipegrid.schedules.megatron.aux_losses import AuxLossScales, one_like
 from pipegrid.schedules.megatron.call import StepCall, by_stage, require_forward_step
 from pipegrid.schedules.megatron.config import aux_loss_scalers, option
 from pipegrid.schedules.megatron.forward import autocast_of
-from pipegrid.schedules.megatron.kinds import StepKind
 from pipegrid.schedules.megatron.no_sync import no_sync_hooks, sync_gradients, sync_parameters
+from pipegrid.schedules.megatron.place import StepKind
 from pipegrid.schedules.megatron.prepared import PreparedStep, prepared_step
 from pipegrid.schedules.megatron.units.by_unit import UnitGradients, require_addable_by_unit
 from pipegrid.schedules.megatron.units.numbers import require_equal_routes

@@ -15,7 +15,7 @@ from pipegrid.plans.generators import find_schedule, require_slices
 from pipegrid.plans.plan import Routes
 from pipegrid.schedules.megatron.call import LastStep, LossSums, StepCall
 from pipegrid.schedules.megatron.counts import size_of
-from pipegrid.schedules.megatron.kinds import INTERLEAVED, NO_PIPELINE, ONE_STAGE_EACH, StepKind
+from pipegrid.schedules.megatron.place import INTERLEAVED, NO_PIPELINE, ONE_STAGE_EACH, StepKind
 from pipegrid.schedules.megatron.step import run_step
 
 ForwardStepFunc = Callable[..., Any]

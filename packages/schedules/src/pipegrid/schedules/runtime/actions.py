@@ -18,8 +18,8 @@ from pipegrid.schedules.runtime.position import BoundPosition
 from pipegrid.schedules.runtime.preflight import reducer_name
 from pipegrid.schedules.runtime.stages.edge_queues import RecvQueue, SendQueue
 from pipegrid.schedules.runtime.stages.shared_calls import LentQueue
+from pipegrid.schedules.runtime.stages.stage import for_another_replica
 from pipegrid.schedules.runtime.stages.stage_runner import StageRunner
-from pipegrid.schedules.runtime.stages.statistics import for_another_replica
 
 if TYPE_CHECKING:
     from pipegrid.transport.base import Communicator

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from pipegrid.autograd.fsdp import is_fsdp
 from pipegrid.core.errors import StepArgumentError
 from pipegrid.core.fields import shown
-from pipegrid.core.sharing import LaneSharing
+from pipegrid.core.lanes import LaneSharing
 from pipegrid.plans.plan import Action, ActionKind, actions_of, require_plan
 from pipegrid.plans.verify import Proof, dataflow_of, verify
 from pipegrid.schedules.runtime.stages.stage import modules_of

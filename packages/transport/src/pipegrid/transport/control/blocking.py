@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
-from pipegrid.core.spec import LaneSpec
+from pipegrid.core.lanes import LaneSpec
 from pipegrid.transport.config import P2PConfig
 from pipegrid.transport.control.lanes import Lanes
 from pipegrid.transport.errors import P2PUsageError

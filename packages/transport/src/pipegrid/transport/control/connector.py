@@ -15,8 +15,7 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 from attrs import define, field
 
-from pipegrid.core.sharing import LaneSharing
-from pipegrid.core.spec import LaneSpec, opening_key
+from pipegrid.core.lanes import LaneSharing, LaneSpec, opening_key
 from pipegrid.topology import (
     GroupCreationTimeoutError,
     GroupSpec,

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Self
 
-from pipegrid.core.spec import LaneSpec
+from pipegrid.core.lanes import LaneSpec
 from pipegrid.topology import destroy_groups, discard_groups
 from pipegrid.transport.backends.wire import Wire
 from pipegrid.transport.control.handshake import Handshake
@@ -19,8 +19,7 @@ from pipegrid.transport.errors import P2PLaneDeadError, text_of
 from pipegrid.transport.lane.batch import Batch, Submitter
 from pipegrid.transport.lane.ending import End, LaneEnding, abort_lanes, await_aborts, end_together
 from pipegrid.transport.lane.lane import Lane
-from pipegrid.transport.lane.queue import first_of
-from pipegrid.transport.lane.transfers import LaneTransfers
+from pipegrid.transport.lane.transfers import LaneTransfers, first_of
 from pipegrid.transport.waits.wait_lock import BackgroundThread
 
 _DROPPED = (

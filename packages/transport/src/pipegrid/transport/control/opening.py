@@ -13,8 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pipegrid.core.sharing import PositionLane, communicators_of
-from pipegrid.core.spec import LaneSpec, opening_key
+from pipegrid.core.lanes import LaneSpec, PositionLane, communicators_of, opening_key
 from pipegrid.topology import (
     discard_groups,
 )

@@ -10,8 +10,7 @@ from typing import Any, NoReturn
 from attrs import define
 
 from pipegrid.core.edge import Crossing, Direction, Edge
-from pipegrid.core.pipeline_lanes import pair_lanes, require_edge
-from pipegrid.core.spec import LaneSpec
+from pipegrid.core.lanes import LaneSpec, pair_lanes, require_edge
 from pipegrid.transport.config import P2PConfig
 from pipegrid.transport.control.lanes import Lanes
 from pipegrid.transport.errors import P2PLaneDeadError, P2PUsageError

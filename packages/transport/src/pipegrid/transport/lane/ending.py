@@ -20,8 +20,7 @@ from pipegrid.transport.errors import (
     text_of,
 )
 from pipegrid.transport.lane.connection import Connection
-from pipegrid.transport.lane.endpoint import Endpoint
-from pipegrid.transport.lane.outgoing import Outgoing
+from pipegrid.transport.lane.endpoint import Endpoint, Outgoing
 from pipegrid.transport.messages.handle import State, Transfer
 from pipegrid.transport.waits.aborts import device_aborts
 from pipegrid.transport.waits.wait_lock import WaitLock

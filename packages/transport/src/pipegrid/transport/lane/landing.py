@@ -17,7 +17,7 @@ import torch
 from attrs import define, field
 from torch import Tensor
 
-from pipegrid.core.spec import Tally
+from pipegrid.core.lanes import Tally
 from pipegrid.transport.backends import Mover, Ticket
 from pipegrid.transport.messages.message import Signature
 from pipegrid.transport.messages.payload import ReceiveBuffers, dtype_of

@@ -21,21 +21,17 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from pipegrid.core.spec import LaneStats
+from pipegrid.core.lanes import LaneStats
 from pipegrid.transport.backends import Operation, Ticket
 from pipegrid.transport.config import STEPS_KEPT
 from pipegrid.transport.errors import P2PError, P2PMismatchError, P2PUsageError, text_of
 from pipegrid.transport.lane.batch import Submitter
 from pipegrid.transport.lane.connection import Connection
 from pipegrid.transport.lane.ending import abort_lanes
-from pipegrid.transport.lane.endpoint import Endpoint
-from pipegrid.transport.lane.host_waits import HostWaits
-from pipegrid.transport.lane.incoming import Incoming
+from pipegrid.transport.lane.endpoint import Endpoint, Incoming, Outgoing
 from pipegrid.transport.lane.landing import BESIDE
-from pipegrid.transport.lane.local_waits import LocalWaits
-from pipegrid.transport.lane.outgoing import Outgoing
 from pipegrid.transport.lane.stream_waits import StreamWaits
-from pipegrid.transport.lane.transfers import LaneTransfers
+from pipegrid.transport.lane.transfers import HostWaits, LaneTransfers, LocalWaits
 from pipegrid.transport.messages.handle import ReceiveTransfer, State, Transfer
 from pipegrid.transport.messages.message import StepShapes
 from pipegrid.transport.messages.payload import ReceiveBuffers, carried

@@ -9,8 +9,7 @@ import time
 from typing import final
 
 from pipegrid.transport.backends.wire import timedelta_of
-from pipegrid.transport.lane.queue import first_of
-from pipegrid.transport.lane.transfers import LaneTransfers
+from pipegrid.transport.lane.transfers import LaneTransfers, first_of
 from pipegrid.transport.messages.handle import State, Transfer
 from pipegrid.transport.streams import used_here
 from pipegrid.transport.waits.wait_lock import BackgroundThread
@@ -54,9 +53,7 @@ class StreamWaits(LaneTransfers):
 
     def poll(self, transfer: Transfer) -> bool:
         """See `Transfer.is_completed`."""
-        if transfer.state is _ACTIVE and self.ending.error is not None:
-            self.ending.set_end(transfer, _FAILED, self.ending.error)
-        if transfer.state is _ACTIVE:
+        if not super().poll(transfer) and transfer.state is _ACTIVE:
             if transfer.ticket is None:
                 self._wait_lock.watch(transfer)
                 self._start_deferred()

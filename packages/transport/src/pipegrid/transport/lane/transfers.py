@@ -1,7 +1,8 @@
 """The transfers of a lane that are under way: their headers, deadlines and callbacks, whatever the backend.
 
 One thread at a time waits in the backend (see `WaitLock`); it also takes the headers that receives wait for. What it
-waits for, and what a caller's wait is, depends on the backend: see `HostWaits`, `StreamWaits` and `LocalWaits`.
+waits for, and what a caller's wait is, depends on the backend: `HostWaits` and `LocalWaits`, where a wait holds the
+host, and `pipegrid.transport.lane.stream_waits`.
 """
 
 from __future__ import annotations
@@ -11,26 +12,40 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar, final
 
 from pipegrid.transport.backends.wire import timedelta_of
 from pipegrid.transport.errors import P2PError, P2PMismatchError, P2PUsageError
 from pipegrid.transport.lane.batch import Submitter
 from pipegrid.transport.lane.ending import LaneEnding
-from pipegrid.transport.lane.endpoint import Endpoint
-from pipegrid.transport.lane.incoming import Incoming
-from pipegrid.transport.lane.outgoing import Outgoing
-from pipegrid.transport.lane.queue import first_of
+from pipegrid.transport.lane.endpoint import Endpoint, Incoming, Outgoing
 from pipegrid.transport.messages.handle import Limit, ReceiveTransfer, State, Transfer
-from pipegrid.transport.streams import has_streams, mark
+from pipegrid.transport.streams import has_streams, mark, used_here
 from pipegrid.transport.waits.wait_lock import WaitLock
 
 # Past its deadline the progress thread ends a transfer, with an end notice to the other side; should it be late, the
 # backend's own timeout does so this much later, without one.
 BACKSTOP_SECONDS = 1.0
 
+_UNATTENDED_SECONDS = 0.05  # until the lane's own thread completes sends without a waiting thread
+_POLL_SECONDS = 0.0001
+
 # Module names: members of an Enum are looked up slowly.
 _ACTIVE, _DONE, _FAILED = State.ACTIVE, State.DONE, State.FAILED
+
+Entry = TypeVar("Entry")
+
+
+def first_of(queue: deque[Entry]) -> Entry | None:
+    """The first entry; None of an empty queue.
+
+    An iterator of a live queue raises where another thread changes it between two steps, and an entry may go between
+    the question for it and the answer. To walk a queue, walk its ``copy()``, which is one step.
+    """
+    try:
+        return queue[0]
+    except IndexError:
+        return None
 
 
 class LaneTransfers(ABC):
@@ -66,9 +81,11 @@ class LaneTransfers(ABC):
     def wait_for(self, transfer: Transfer, timeout: float | None) -> None:
         """See `Transfer.wait`."""
 
-    @abstractmethod
     def poll(self, transfer: Transfer) -> bool:
         """See `Transfer.is_completed`; the transfer is not known to have ended."""
+        if transfer.state is _ACTIVE and self.ending.error is not None:
+            self.ending.set_end(transfer, _FAILED, self.ending.error)
+        return transfer.state is _DONE or transfer.state is _FAILED
 
     def synchronize(self, transfer: Transfer, timeout: float | None) -> None:
         """See `Transfer.synchronize`."""
@@ -254,3 +271,126 @@ class LaneTransfers(ABC):
     def join(self) -> None:
         """Return when no thread of the lane runs any more; the lane has ended."""
         self._wait_lock.join()
+
+
+@final
+class HostWaits(LaneTransfers):
+    """Waits over gloo, staged or not.
+
+    A work can be waited for once, by one thread, and says that it is done to that thread only.
+    """
+
+    def wait_for(self, transfer: Transfer, timeout: float | None) -> None:
+        """See `Transfer.wait`."""
+        if transfer.state is _DONE and not self._on_device:
+            return
+        queue, lock, ticket, leader = self.queue, self._wait_lock, transfer.ticket, self._leader
+        # The common case in one go; `WaitLock.until` is the general one, and does the same.
+        if ticket is not None and leader.acquire(False):
+            failure = None
+            transfer.waited = True
+            patience = self._patience
+            if timeout is not None and transfer.state is _ACTIVE:
+                transfer.limit = Limit(time.monotonic(), timeout)
+                patience = timedelta(seconds=timeout + BACKSTOP_SECONDS)
+            try:
+                if queue and queue[0] is transfer:
+                    ticket.hold(patience)
+                    # The lane may have failed in the meantime. No thread comes in between these three lines.
+                    if transfer.state is _ACTIVE:
+                        transfer.state = _DONE
+                        queue.popleft()
+                        if transfer.sending:
+                            transfer.tensors = ()
+            except RuntimeError as error:
+                failure = error
+            finally:
+                leader.release()
+            if lock.contended:
+                lock.wake()
+            if failure is not None:
+                self.ending.explain(failure, transfer)
+            elif transfer.state is _DONE:
+                if transfer.callbacks:
+                    self.ending.call_back(transfer)
+                elif not self._on_device:
+                    return
+        if transfer.state is _ACTIVE:
+            self._until(transfer, timeout, posted=False)
+        if transfer.state is not _DONE:
+            self.ending.raise_failure(transfer)
+        if self._on_device:
+            transfer.ticket.order()
+            used_here(transfer.tensors, transfer.stream)
+
+    def poll(self, transfer: Transfer) -> bool:
+        """See `Transfer.is_completed`: the lane's own thread waits for the transfer from now on."""
+        if not super().poll(transfer) and transfer.state is _ACTIVE:
+            self._wait_lock.ask(transfer)
+        return transfer.state is _DONE or transfer.state is _FAILED
+
+    def _look_after(self, transfer: Transfer) -> None:
+        self._wait_lock.watch(transfer)
+
+    def _advance(self, head: Transfer, timeout: timedelta) -> None:
+        if head.ticket is None:
+            super()._advance(head, timeout)
+        else:
+            head.ticket.hold(timeout)
+            self.ending.set_end(head, _DONE)
+
+    def _see_ends(self, now: float) -> None:
+        queue = self.queue.copy()
+        limit = queue[0].limit if queue and queue[0].sending else None
+        if limit is not None and now - limit.since > _UNATTENDED_SECONDS:
+            # Only those that the backend has: another thread may be about to start the last ones.
+            posted = [transfer for transfer in queue if transfer.ticket is not None]
+            if posted:
+                self._wait_lock.watch(posted[-1])
+
+
+@final
+class LocalWaits(LaneTransfers):
+    """Waits on a rank's own lane, and in a dry run: for no other rank.
+
+    A transfer has ended when it was started, or its send was. The sends and the receives of the lane are in one queue.
+    """
+
+    def started(self, transfer: Transfer) -> None:
+        """See the ends that a start brings: of a send, and of the receive that it is for."""
+        if transfer.sending:
+            self._start_deferred()
+        for one in self.queue.copy():
+            if one.ticket is not None and one.ticket.done():
+                self.ending.set_end(one, _DONE)
+
+    def wait_for(self, transfer: Transfer, timeout: float | None) -> None:
+        """See `Transfer.wait`."""
+        self._until(transfer, timeout, posted=False)
+        self.ending.raise_failure(transfer)
+        if self._on_device:
+            transfer.ticket.order()
+            used_here(transfer.tensors, transfer.stream)
+
+    def provide(self, transfer: ReceiveTransfer) -> Any:
+        """The payload of a receive: nothing but its send fills it."""
+        self.wait_for(transfer, None)
+        return transfer.payload
+
+    def _look_after(self, transfer: Transfer) -> None:
+        """See `started`."""
+
+    def _take_header(self, timeout: timedelta) -> None:
+        """Wait for a send of this rank, by another thread: it is its own header."""
+        end = time.monotonic() + timeout.total_seconds()
+        while self.ending.error is None and self._incoming.deferred:
+            if time.monotonic() > end:
+                raise RuntimeError(f"no send came in {timeout.total_seconds():.3g} s")
+            time.sleep(_POLL_SECONDS)
+
+    def _advance(self, head: Transfer, timeout: timedelta) -> None:
+        if head.ticket is None:
+            self._take_header(timeout)
+        else:
+            head.ticket.hold(timeout)
+            self.ending.set_end(head, _DONE)

@@ -16,7 +16,7 @@ from pipegrid.transport.errors import P2PUsageError
 if TYPE_CHECKING:
     import torch
 
-    from pipegrid.core.spec import LaneSpec
+    from pipegrid.core.lanes import LaneSpec
     from pipegrid.transport.messages.message import Signature
     from pipegrid.transport.messages.payload import ExpectedShape
     from pipegrid.transport.messages.slot import Slot

@@ -9,7 +9,7 @@ from typing import Any
 
 from attrs import define, field, frozen
 
-from pipegrid.core.spec import LaneSpec
+from pipegrid.core.lanes import LaneSpec
 from pipegrid.transport.config import ShapeMode
 from pipegrid.transport.errors import P2PMismatchError, P2PUsageError
 from pipegrid.transport.messages.trees import Tree, describe
@@ -118,7 +118,7 @@ class ShapeContract:
 
     def __init__(self, lane: LaneSpec, mode: ShapeMode, standing: Signature | None = None) -> None:
         self._lane = lane
-        self._mode = mode
+        self.mode = mode
         self._table: deque[Signature] = deque()
         self._known = False
         self.standing = standing
@@ -127,7 +127,7 @@ class ShapeContract:
     @property
     def stands(self) -> bool:
         """Whether the first header holds for all later messages."""
-        return self._mode in ("agreed", "given")
+        return self.mode in ("agreed", "given")
 
     @property
     def outstanding(self) -> int:

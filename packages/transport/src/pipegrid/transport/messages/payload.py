@@ -12,7 +12,7 @@ from attrs import frozen
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from pipegrid.core.spec import Tally
+from pipegrid.core.lanes import Tally
 from pipegrid.transport.errors import P2PUsageError
 from pipegrid.transport.messages import trees
 from pipegrid.transport.messages.message import Signature, TensorSpec

@@ -16,7 +16,7 @@ from pipegrid.schedules.errors import StageOutputError
 from pipegrid.topology import HyperCommGrid
 from pipegrid.training import Pipeline
 from pipegrid.training.pipeline.counts import MICROBATCHES, sums_of
-from pipegrid.training.pipeline.losses import GivenLoss, OwnLoss, require_mean, sum_of
+from pipegrid.training.pipeline.losses import GivenLoss, OwnLoss, require_mean, sum_of, sum_on_host
 from pipegrid.training.pipeline.microbatches import Share, microbatch
 from stages_kit.gradients import require_gradients
 
@@ -82,9 +82,10 @@ def weighed(losses, logits, labels, sizes, beside=None):
         for number, (output, part) in enumerate(zip(outputs_of(losses[0], logits, labels, sizes), parts, strict=True))
     ]
     total = sum(loss if beside is None else loss + beside for loss, _, _ in found) / sum(each for _, each, _ in found)
-    told = sum_of([each for _, _, each in found])
-    require_mean(told.tolist(), counts.numbers()[MICROBATCHES], attached=beside is not None)
-    return torch.autograd.grad(total, logits)[0], (told[0] / told[1]).item()
+    told = sum_on_host([each for _, _, each in found])
+    assert told == pytest.approx(sum_of([each for _, _, each in found]).tolist(), rel=1e-12, nan_ok=True)
+    require_mean(told, counts.numbers()[MICROBATCHES], attached=beside is not None)
+    return torch.autograd.grad(total, logits)[0], told[0] / told[1]
 
 
 def outputs_of(loss, logits, labels, sizes):
@@ -241,10 +242,11 @@ def test_what_is_counted_is_known_without_labels(name, sizes):
     counts = counted(sums_of(parts))
     loss = GivenLoss(lambda output, _: (output.square().sum(), len(output) if name == "rows" else 1))
     found = [loss(output, part, counts) for output, part in zip(outputs.split(sizes), parts, strict=True)]
-    told = sum_of([each for _, _, each in found])
-    require_mean(told.tolist(), counts.numbers()[MICROBATCHES], attached=True)
+    told = sum_on_host([each for _, _, each in found])
+    assert told == pytest.approx(sum_of([each for _, _, each in found]).tolist(), rel=1e-12, nan_ok=True)
+    require_mean(told, counts.numbers()[MICROBATCHES], attached=True)
     of = sum(sizes) if name == "rows" else len(sizes)
-    assert (told[0] / told[1]).item() == pytest.approx((outputs.square().sum() / of).item())
+    assert told[0] / told[1] == pytest.approx((outputs.square().sum() / of).item())
 
 
 def test_a_count_by_the_mask_is_the_same_on_a_replica_without_padding():

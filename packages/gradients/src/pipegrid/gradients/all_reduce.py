@@ -77,17 +77,25 @@ def reduce_few(
     rows.send(numbers.reshape(-1).tolist())
 
     def wait(waiting: Waiting) -> None:
-        waiting.wait(rows, numbers, group)
-        every = rows.here()
-        if len(lengths := {len(row) for row in every}) > 1:
-            raise CollectiveFailedError(
-                f"{waiting.what} failed: ranks have met in different calls, which add up {sorted(lengths)} numbers; "
-                "every rank calls the same functions in one order"
-            )
-        if op == dist.ReduceOp.MAX:
-            found = numbers.new_tensor(every, dtype=torch.float64).amax(dim=0)
-        else:
-            found = numbers.new_tensor([reduce(add, each) for each in zip(*every, strict=True)], dtype=torch.float64)
-        numbers.copy_(found.view_as(numbers))
+        numbers.copy_(torch.tensor(reduce_rows(rows, waiting, op), dtype=torch.float64).view_as(numbers))
 
     return wait
+
+
+def reduce_rows(rows: Rows, waiting: Waiting, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> list[float]:
+    """The sum or the maximum of the rows of `expect_few`, once they have been sent; as `reduce_few`."""
+    if not rows.end():
+        waiting.wait(rows, _HOST, rows.group)
+    every = rows.here()
+    if len(lengths := {len(row) for row in every}) > 1:
+        raise CollectiveFailedError(
+            f"{waiting.what} failed: ranks have met in different calls, which add up {sorted(lengths)} numbers; "
+            "every rank calls the same functions in one order"
+        )
+    if op == dist.ReduceOp.MAX:
+        found: list[float] = torch.tensor(every, dtype=torch.float64).amax(dim=0).tolist()
+        return found
+    return [reduce(add, column) for column in zip(*every, strict=True)]
+
+
+_HOST = torch.empty(0)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from attrs import define, field
 from torch import Tensor
 
-from pipegrid.gradients.all_reduce import expect_few, reduce_few
+from pipegrid.gradients.all_reduce import all_reduce, expect_few, reduce_rows
 from pipegrid.monitor import DisagreementError
 from pipegrid.monitor.collectives import Waiting
 from pipegrid.training.pipeline.microbatches import Microbatch
@@ -33,7 +33,7 @@ _NOTHING = [0.0] * len(NAMES)
 
 def beginning(call: str, counts: Sequence[float] = (), *, ready: bool = False) -> list[float]:
     """The row of a call to be added up over the job: ``counts`` by rule, the marks of the call, ``ready``."""
-    return [*(counts or _NOTHING), *_MARKS[call], float(ready)]
+    return [*counts, *_NOTHING[len(counts) :], *_MARKS[call], float(ready)]
 
 
 def require_one_call(call: str, sums: Sequence[float]) -> None:
@@ -85,23 +85,28 @@ class CallMeeting:
     _wait: Callable[[Waiting], None] | None = field(default=None, init=False)
     _started: bool = field(default=False, init=False)
     _expected: bool = field(default=False, init=False)
+    _waited: bool = field(default=False, init=False)
 
     def expect(self) -> None:
         """Be ready for what the others tell, before this rank does."""
         self._expected, self.rows = True, expect_few(self.group, self.device, self.rows)
 
-    def start(self, counts: Sequence[float] = (), *, told: Tensor | None = None, ready: bool = False) -> None:
-        """Start to add up the ``counts`` of the microbatches whose loss this rank has (`sums_of`).
+    def start(self, told: Sequence[float] | Tensor = (), *, ready: bool = False) -> None:
+        """Start to add up what this rank tells, such as the counts of microbatches whose loss it has (`sums_of`).
 
-        ``told``: in place of counts, as many numbers or fewer, float64.
+        ``told``: at most as many numbers as `NAMES`; a tensor, float64, on a device with streams.
         """
-        row = beginning(self.call, counts, ready=ready)
-        self.sums = torch.tensor(row, dtype=torch.float64, device=self.device)
-        if told is not None:
-            self.sums[: len(told)] = told
+        row = beginning(self.call, () if isinstance(told, Tensor) else told, ready=ready)
         if not self._expected:
             self.expect()
-        self._started, self._wait = True, reduce_few(self.sums, self.group, rows=self.rows)
+        self._started = True
+        if self.rows is not None:
+            self.rows.send(row)
+            return
+        self.sums = torch.tensor(row, dtype=torch.float64, device=self.device)
+        if isinstance(told, Tensor):
+            self.sums[: len(told)] = told
+        self._wait = all_reduce(self.sums, self.group)
 
     def wait(self) -> None:
         """Wait for the others; the host reads what they do where it is on it.
@@ -109,9 +114,15 @@ class CallMeeting:
         Raises:
             DisagreementError: as `require_one_call`.
         """
-        if self._wait is not None:
-            wait, self._wait = self._wait, None
-            wait(self.waiting)
+        if self._waited:
+            return
+        self._waited = True
+        if self.rows is not None:
+            numbers = reduce_rows(self.rows, self.waiting)
+            self.sums = torch.tensor(numbers, dtype=torch.float64)
+            require_one_call(self.call, numbers)
+        elif self._wait is not None:
+            self._wait(self.waiting)
             if not has_streams(self.device):
                 self.require_one_call()
 
@@ -146,9 +157,10 @@ class CallMeeting:
         return bool(self.sums[-1] > 0)
 
 
-OfMean = tuple[Tensor, Tensor | None, tuple[Tensor, Tensor]]
-"""The weight of a mean, as a scalar; in the dtype of the loss, None where it is known to be 1; and with an axis of one,
-beside what follows the loss in a row of sums: the weight and three zeros."""
+Weight = tuple[float | None, Tensor]
+"""Of a mean, None where the host does not know it; and what follows the loss in a row of sums: it and three zeros."""
+OfMean = tuple[Tensor, Tensor | None, Weight]
+"""The weight of a mean, as a scalar; in the dtype of the loss, None where it is known to be 1; and as it is told."""
 
 
 @define(eq=False)
@@ -198,7 +210,7 @@ class StepCounts:
             value, weight = None, self.weight(rule, count)
             rest = torch.cat([weight.reshape(1), weight.new_zeros(3)])
         factor = None if value == 1.0 else rest[0].to(dtype)  # as where all microbatches count the same
-        self.of_means[rule, count, dtype] = found = rest[0], factor, (rest[:1], rest)
+        self.of_means[rule, count, dtype] = found = rest[0], factor, (value, rest)
         return found
 
     def numbers(self) -> list[float]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from operator import add
 from typing import Any
 
 import torch
@@ -28,13 +29,14 @@ from pipegrid.training.pipeline.counts import (
     NAMES,
     ROWS,
     StepCounts,
+    Weight,
 )
 from pipegrid.training.pipeline.microbatches import Microbatch
 from pipegrid.training.pipeline.parts import LossPart, asked, doubled, halves, on_host, padded_apart, zero_of
 
-Told = Tensor | tuple[Tensor, tuple[Tensor, Tensor]]
-"""What a loss adds to the sums of a step (`sum_of`): in float64 the loss times its weight, the weight and, of a sum,
-the weight of one counted, its square, and a one; or a mean, with its weight and what follows (`StepCounts.of_mean`)."""
+Told = Tensor | tuple[Tensor, Weight]
+"""What a loss adds to the sums of a step: in float64 the loss times its weight, the weight and, of a sum, the weight of
+one counted, its square, and a one; or a mean and its weight."""
 Weighed = tuple[Tensor, Tensor, Told]
 """What a step function takes: the loss times its weight, the weight, and what it tells."""
 
@@ -77,23 +79,37 @@ def require_mean(sums: Sequence[float], microbatches: float, *, attached: bool) 
 def _mean(loss: Tensor, count: float, rule: int, counts: StepCounts) -> Weighed:
     """A mean over ``count``, of what ``rule`` counts."""
     known = counts.of_means.get((rule, count, loss.dtype)) or counts.of_mean(rule, count, loss.dtype)
-    weight, factor, followed = known
-    return loss if factor is None else loss * factor, weight, (loss.detach(), followed)
+    weight, factor, told = known
+    return loss if factor is None else loss * factor, weight, (loss.detach(), told)
 
 
 def sum_of(told: Sequence[Told]) -> Tensor:
-    """The sum of what losses tell; of means, those with one weight at once."""
+    """The sum of what losses tell, on their device; of means, those with one weight at once."""
     rows: list[Tensor] = []
-    alike: dict[int, tuple[tuple[Tensor, Tensor], list[Tensor]]] = {}
+    alike: dict[int, tuple[Weight, list[Tensor]]] = {}
     for one in told:
         if isinstance(one, Tensor):
             rows.append(one)
         else:
-            value, followed = one
-            alike.setdefault(id(followed), (followed, []))[1].append(value.reshape(()) if value.dim() else value)
-    for (weight, rest), values in alike.values():
-        rows.append(torch.cat([torch.stack(values).double().sum() * weight, rest * len(values)]))
+            value, weight = one
+            alike.setdefault(id(weight), (weight, []))[1].append(value.reshape(()) if value.dim() else value)
+    for (_, rest), values in alike.values():
+        rows.append(torch.cat([torch.stack(values).double().sum() * rest[:1], rest * len(values)]))
     return rows[0] if len(rows) == 1 else torch.stack(rows).sum(dim=0)
+
+
+def sum_on_host(told: Sequence[Told]) -> list[float]:
+    """`sum_of` what is on the host, where a number is sooner added than a tensor made."""
+    sums = [0.0] * 5
+    for one in told:
+        if isinstance(one, Tensor):
+            sums = list(map(add, sums, one.tolist()))
+        else:
+            value, (weight, rest) = one
+            weight = rest[0].item() if weight is None else weight
+            sums[0] += value.item() * weight
+            sums[1] += weight
+    return sums
 
 
 def _nothing(output: Any, rule: int, counts: StepCounts) -> Weighed:

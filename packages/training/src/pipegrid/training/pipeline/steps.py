@@ -44,7 +44,15 @@ from pipegrid.training.pipeline.counts import MICROBATCHES, CallMeeting, StepCou
 from pipegrid.training.pipeline.exchange import RankExchange
 from pipegrid.training.pipeline.first_step import FirstStep
 from pipegrid.training.pipeline.first_update import FirstUpdate
-from pipegrid.training.pipeline.losses import MicrobatchLoss, Told, Weighed, are_apart, require_mean, sum_of
+from pipegrid.training.pipeline.losses import (
+    MicrobatchLoss,
+    Told,
+    Weighed,
+    are_apart,
+    require_mean,
+    sum_of,
+    sum_on_host,
+)
 from pipegrid.training.pipeline.microbatches import Microbatch, Share, forms_of, shared_microbatches, signature
 from pipegrid.training.pipeline.modules import PipelineModule, hosts_of
 from pipegrid.training.pipeline.rows import Rows
@@ -273,14 +281,17 @@ class Steps:
 
         ``together``: the ranks meet in this one all-reduce; ``updated``: then with this as `CallMeeting.ready`.
         """
-        told = sum_of(infos) if infos and self._is_counted else None
+        told: Tensor | Sequence[float] = ()
+        if infos and self._is_counted:
+            told = sum_of(infos) if self._streamed else sum_on_host(infos)
         if together:
-            meeting.start(told=told, ready=updated)
+            meeting.start(told, ready=updated)
             return meeting.met
         what = f"the mean loss of {meeting.call}()"
         waiting = Waiting(self.config.deadline, self.config.monitor, what, of_step=True)
-        sums = torch.zeros(_TOLD, dtype=torch.float64, device=self.device) if told is None else told
-        wait = reduce_few(sums, self.config.job_group)
+        if not isinstance(told, Tensor):
+            told = torch.tensor(told or [0.0] * _TOLD, dtype=torch.float64, device=self.device)
+        sums, wait = told, reduce_few(told, self.config.job_group)
 
         def both() -> Tensor:
             meeting.wait()

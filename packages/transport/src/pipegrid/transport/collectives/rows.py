@@ -23,6 +23,7 @@ from pipegrid.transport.collectives.waiting import host_collectives
 MOST = 15
 """Numbers of a row; behind them comes how many they are."""
 _WIDTH = MOST + 1
+_MOMENT = timedelta(seconds=1)
 _TAG = 2**29 + 1  # of no other message
 _CPU = torch.device("cpu")
 
@@ -83,6 +84,20 @@ class Rows:
     def missing(self) -> list[int]:
         """The ranks, of the group, whose rows have not come."""
         return [rank for rank, count in enumerate(self._memory[MOST::_WIDTH]) if not count]
+
+    def end(self) -> bool:
+        """End the meeting if all rows have come, as this rank's then has to the others; whether it has ended."""
+        if self.missing():
+            return False
+        try:
+            for work in self._works:
+                work.wait(_MOMENT)
+        except RuntimeError as error:  # `wait` raises it
+            self._ended = error
+            return False
+        self._ended = True
+        host_collectives.forget(self)
+        return True
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait for all rows, up to ``timeout`` or that of the group.

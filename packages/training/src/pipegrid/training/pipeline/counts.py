@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -64,14 +65,15 @@ def sums_of(microbatches: Sequence[Microbatch]) -> list[float]:
 
 @define(eq=False)
 class CallMeeting:
-    """The meeting of a job's ranks in a call: one all-reduce, which is waited for when it matters.
+    """The meeting of a job's ranks in a call: one sum over them, which is waited for when it matters.
 
     Attributes:
         call: of `CALLS`.
         device: of the numbers.
         group: all ranks of the job; None is the default group.
         waiting: how they are waited for.
-        rows: those of an earlier meeting of the group, to be used again; then those of this one.
+        again: the `rows` of an earlier meeting of the group.
+        rows: by which they meet, where the device has no streams.
         sums: over the ranks of what `beginning` returns, with what `start` was given in place of its counts, once they
             have been waited for.
     """
@@ -80,16 +82,15 @@ class CallMeeting:
     device: torch.device
     group: dist.ProcessGroup | None
     waiting: Waiting
-    rows: Rows | None = None
+    again: Rows | None = None
+    rows: Rows | None = field(default=None, init=False)
     sums: Tensor = field(init=False)
-    _wait: Callable[[Waiting], None] | None = field(default=None, init=False)
+    _wait: Callable[[], object] | None = field(default=None, init=False)
     _started: bool = field(default=False, init=False)
-    _expected: bool = field(default=False, init=False)
-    _waited: bool = field(default=False, init=False)
 
     def expect(self) -> None:
         """Be ready for what the others tell, before this rank does."""
-        self._expected, self.rows = True, expect_few(self.group, self.device, self.rows)
+        self.rows = expect_few(self.group, self.device, self.again)
 
     def start(self, told: Sequence[float] | Tensor = (), *, ready: bool = False) -> None:
         """Start to add up what this rank tells, such as the counts of microbatches whose loss it has (`sums_of`).
@@ -97,16 +98,21 @@ class CallMeeting:
         ``told``: at most as many numbers as `NAMES`; a tensor, float64, on a device with streams.
         """
         row = beginning(self.call, () if isinstance(told, Tensor) else told, ready=ready)
-        if not self._expected:
+        if self.rows is None:
             self.expect()
         self._started = True
         if self.rows is not None:
             self.rows.send(row)
+            self._wait = self._end
             return
         self.sums = torch.tensor(row, dtype=torch.float64, device=self.device)
         if isinstance(told, Tensor):
             self.sums[: len(told)] = told
-        self._wait = all_reduce(self.sums, self.group)
+        self._wait = partial(all_reduce(self.sums, self.group), self.waiting)
+
+    def _end(self) -> None:
+        assert self.rows is not None  # sent
+        self.sums = torch.tensor(reduce_rows(self.rows, self.waiting), dtype=torch.float64)
 
     def wait(self) -> None:
         """Wait for the others; the host reads what they do where it is on it.
@@ -114,15 +120,9 @@ class CallMeeting:
         Raises:
             DisagreementError: as `require_one_call`.
         """
-        if self._waited:
-            return
-        self._waited = True
-        if self.rows is not None:
-            numbers = reduce_rows(self.rows, self.waiting)
-            self.sums = torch.tensor(numbers, dtype=torch.float64)
-            require_one_call(self.call, numbers)
-        elif self._wait is not None:
-            self._wait(self.waiting)
+        if self._wait is not None:
+            wait, self._wait = self._wait, None
+            wait()
             if not has_streams(self.device):
                 self.require_one_call()
 

@@ -1,5 +1,6 @@
 """What a step of a `Pipeline` costs beside its computes, in counts: headers, store calls, collectives, Python calls."""
 
+import re
 import sys
 import threading
 
@@ -11,6 +12,7 @@ from torch import nn
 from pipegrid.schedules import (
     DisagreementError,
     Forwarded,
+    JobFailedError,
     PipelineConfig,
     PipelineError,
     PipelineRuntime,
@@ -225,6 +227,28 @@ def test_a_call_has_one_collective_and_its_thread_no_call_of_a_store(ranks, monk
         started.clear()
         job.clip(1.0)
         assert started == ["rows"]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("monitored", [False, True])
+def test_a_loss_that_fails_in_an_evaluation_is_an_error_on_the_ranks_that_only_wait_for_it(ranks, monitored):
+    """They were told that microbatches differ in what their mean is over."""
+    left = []
+
+    def loss(squares, _):
+        if left and not left.pop():
+            raise ValueError("no loss")
+        return squares.sum(), squares.shape[0]
+
+    with pipeline(ranks, loss=loss, monitor=monitored) as job:
+        for _ in range(8):
+            job.step(batch(8))
+            torch.optim.SGD(job.parameters(), lr=0.1).step()
+        left += [False, True, True, True]  # the last one of four fails: nothing waits for this rank but the mean loss
+        with pytest.raises((PipelineError, JobFailedError)) as raised:
+            job.evaluate(batch(8))
+    known = "ValueError: no loss" if ranks.rank == 1 else "no loss|another rank of the job has failed in evaluate"
+    assert re.search(known, str(raised.value))
 
 
 @pytest.mark.ranks(2)

@@ -13,7 +13,7 @@ from attrs import define, field
 from torch import Tensor
 
 from pipegrid.gradients.all_reduce import all_reduce, expect_few, reduce_rows
-from pipegrid.monitor import DisagreementError
+from pipegrid.monitor import DisagreementError, JobFailedError
 from pipegrid.monitor.collectives import Waiting
 from pipegrid.training.pipeline.microbatches import Microbatch
 from pipegrid.transport.collectives.rows import Rows
@@ -32,9 +32,9 @@ _MARKS = {call: [float(call == each) for each in CALLS] for call in CALLS}
 _NOTHING = [0.0] * len(NAMES)
 
 
-def beginning(call: str, counts: Sequence[float] = (), *, ready: bool = False) -> list[float]:
-    """The row of a call to be added up over the job: ``counts`` by rule, the marks of the call, ``ready``."""
-    return [*counts, *_NOTHING[len(counts) :], *_MARKS[call], float(ready)]
+def beginning(call: str, counts: Sequence[float] = (), *, ready: bool = False, failed: bool = False) -> list[float]:
+    """The row of a call to be added up over the job: ``counts`` by rule, the marks of the call, and both marks."""
+    return [*counts, *_NOTHING[len(counts) :], *_MARKS[call], float(ready), float(failed)]
 
 
 def require_one_call(call: str, sums: Sequence[float]) -> None:
@@ -47,7 +47,7 @@ def require_one_call(call: str, sums: Sequence[float]) -> None:
     Raises:
         DisagreementError: on every rank that has come.
     """
-    marks = zip(CALLS, sums[-len(CALLS) - 1 :], strict=False)
+    marks = zip(CALLS, sums[-len(CALLS) - 2 :], strict=False)
     others = [f"{each}()" for each, mark in marks if mark and each != call]
     if others:
         raise DisagreementError(
@@ -92,12 +92,13 @@ class CallMeeting:
         """Be ready for what the others tell, before this rank does."""
         self.rows = expect_few(self.group, self.device, self.again)
 
-    def start(self, told: Sequence[float] | Tensor = (), *, ready: bool = False) -> None:
+    def start(self, told: Sequence[float] | Tensor = (), *, ready: bool = False, failed: bool = False) -> None:
         """Start to add up what this rank tells, such as the counts of microbatches whose loss it has (`sums_of`).
 
-        ``told``: at most as many numbers as `NAMES`; a tensor, float64, on a device with streams.
+        ``told``: at most as many numbers as `NAMES`; a tensor, float64, on a device with streams. ``failed``: it has
+        nothing to tell, and does not come to the end of the call.
         """
-        row = beginning(self.call, () if isinstance(told, Tensor) else told, ready=ready)
+        row = beginning(self.call, () if isinstance(told, Tensor) else told, ready=ready, failed=failed)
         if self.rows is None:
             self.expect()
         self._started = True
@@ -119,12 +120,15 @@ class CallMeeting:
 
         Raises:
             DisagreementError: as `require_one_call`.
+            JobFailedError: a rank has failed before it had anything to tell.
         """
         if self._wait is not None:
             wait, self._wait = self._wait, None
             wait()
             if not has_streams(self.device):
                 self.require_one_call()
+                if self.sums[-1] > 0:
+                    raise JobFailedError(f"another rank of the job has failed in {self.call}(); its error says why")
 
     def met(self) -> Tensor:
         """`sums`, waited for."""
@@ -135,16 +139,14 @@ class CallMeeting:
         """Raise as `wait`, in a call that has failed: the neighbours of a rank in another call see it end."""
         if has_streams(self.device):
             return
-        with contextlib.suppress(RuntimeError):  # which has its own place in the failure
-            if not self._started:
-                self.start()
-            rows, end = self.rows, time.monotonic() + _LOOK_SECONDS
-            while rows is not None and rows.missing() and time.monotonic() < end:
-                time.sleep(_POLL_SECONDS)
-            for row in () if rows is None else rows.here():
-                require_one_call(self.call, row)
-            if rows is not None and not rows.missing():  # the group goes on, where all have failed alike
-                self.wait()
+        if not self._started:
+            with contextlib.suppress(RuntimeError):  # which has its own place in the failure
+                self.start(failed=True)
+        rows, end = self.rows, time.monotonic() + _LOOK_SECONDS
+        while rows is not None and not rows.end() and time.monotonic() < end:  # the group goes on, if all fail alike
+            time.sleep(_POLL_SECONDS)
+        for row in () if rows is None else rows.here():
+            require_one_call(self.call, row)
 
     def require_one_call(self) -> None:
         """Raise as `wait`, of which it is the part that reads."""
@@ -154,7 +156,7 @@ class CallMeeting:
     def ready(self) -> bool:
         """Whether any rank was; the host waits for it."""
         self.wait()
-        return bool(self.sums[-1] > 0)
+        return bool(self.sums[-2] > 0)
 
 
 Weight = tuple[float | None, Tensor]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import time
 from array import array
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -63,17 +64,23 @@ class Rows:
         """Post the receives of a meeting."""
         for last in range(MOST, len(self._memory), _WIDTH):
             self._memory[last] = 0.0
-        self._ended, receive = False, backend_of(self.group, _CPU).recv
-        self._works = [receive(row, peer, _TAG) for peer, row in self._peers]
+        self._ended, self._works = False, []
+        self._start(backend_of(self.group, _CPU).recv, self._peers)
 
     def send(self, numbers: list[float]) -> None:
         """Tell the others this rank's ``numbers``, `MOST` at most."""
         first, count = self._own * _WIDTH, len(numbers)
         self._memory[first : first + count] = array("d", numbers)
         self._memory[first + MOST] = count
-        send, row = backend_of(self.group, _CPU).send, self._row
         host_collectives.add(self, self.group)
-        self._works += [send(row, peer, _TAG) for peer, _ in self._peers]
+        self._start(backend_of(self.group, _CPU).send, [(peer, self._row) for peer, _ in self._peers])
+
+    def _start(self, verb: Callable[..., Any], messages: list[tuple[int, list[torch.Tensor]]]) -> None:
+        try:
+            for peer, row in messages:
+                self._works.append(verb(row, peer, _TAG))
+        except RuntimeError as error:  # a connection is gone: `wait` raises it
+            self._ended = error
 
     def here(self) -> list[list[float]]:
         """The rows that have come, this rank's with them. Looks at memory only."""
@@ -87,8 +94,8 @@ class Rows:
 
     def end(self) -> bool:
         """End the meeting if all rows have come, as this rank's then has to the others; whether it has ended."""
-        if self.missing():
-            return False
+        if self._ended is not False or self.missing():
+            return self._ended is True
         try:
             for work in self._works:
                 work.wait(_MOMENT)

@@ -24,7 +24,7 @@ from pipegrid.transport.collectives.waiting import host_collectives
 if TYPE_CHECKING:
     from pipegrid.monitor.monitor import Monitor
 
-_PAUSE_SECONDS = 1.0  # between two meetings: one that is lost in it is found out that much after the deadline
+_PAUSE_SECONDS = 0.5  # between two meetings: one that is lost in it is found out that much after the deadline
 _T = TypeVar("_T")
 _ERRORS = {kind.__name__: kind for kind in (CheckpointError, CheckpointMismatchError, CorruptCheckpointError)}
 

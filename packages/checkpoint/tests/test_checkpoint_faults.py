@@ -278,9 +278,9 @@ def test_a_rank_killed_while_saving_ends_the_save_in_seconds(ranks):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize(("deadline", "pause"), [(1.5, 0.5), (60.0, 1.0)])
-def test_ranks_that_save_or_load_hear_of_each_other_each_second(ranks, monkeypatch, deadline, pause):
-    """A wire that is cut between two meetings is found out a second after the deadline, however long that is."""
+@pytest.mark.parametrize(("deadline", "pause"), [(1.2, 0.4), (60.0, 0.5)])
+def test_ranks_that_save_or_load_hear_of_each_other_each_half_second(ranks, monkeypatch, deadline, pause):
+    """A wire that is cut between two meetings is found out half a second after the deadline, however long that is."""
     pauses, twice = [], threading.Event()
 
     class Left(threading.Event):
@@ -295,7 +295,7 @@ def test_ranks_that_save_or_load_hear_of_each_other_each_second(ranks, monkeypat
     with ranks_that_save.calling("save()"):
         twice.wait()
     ranks_that_save.close()
-    assert set(pauses) == {pause}
+    assert [*set(pauses)] == [pytest.approx(pause)]
 
 
 @pytest.mark.nightly

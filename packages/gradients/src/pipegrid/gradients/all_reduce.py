@@ -34,9 +34,9 @@ def all_reduce(
 
 
 def expect_few(group: dist.ProcessGroup | None, device: torch.device, again: Rows | None = None) -> Rows | None:
-    """Post the receives of a `reduce_few` that will come, of numbers on ``device``; None where nothing is posted.
+    """Post the receives of rows of numbers that will come (`reduce_rows`); None for those on a device with streams.
 
-    ``again``: of an earlier one over this group.
+    ``again``: of an earlier call over this group.
     """
     group = group or dist.group.WORLD
     if group is None or has_streams(device) or backend_of(group, device).name() != "gloo":
@@ -50,7 +50,6 @@ def reduce_few(
     numbers: torch.Tensor,
     group: dist.ProcessGroup | None,
     op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
-    rows: Rows | None = None,
 ) -> Callable[[Waiting], None]:
     """`all_reduce` of a few numbers, of which only the delay matters: over gloo up to 15 go to every rank at once.
 
@@ -61,7 +60,6 @@ def reduce_few(
         numbers: reduced in place.
         group: of the ranks; None: the default one.
         op: a sum, in the order of the ranks on all of them, or the maximum.
-        rows: of `expect_few`, if that was called.
 
     Returns:
         What waits for the result.
@@ -70,9 +68,8 @@ def reduce_few(
         CollectiveFailedError: from the wait, where ranks have reduced unequally many numbers.
     """
     group = group or dist.group.WORLD
-    if rows is None and numbers.numel() <= MOST:
-        rows = expect_few(group, numbers.device)
-    if rows is None or group is None:
+    rows = expect_few(group, numbers.device) if numbers.numel() <= MOST else None
+    if rows is None:
         return all_reduce(numbers, group, op)
     rows.send(numbers.reshape(-1).tolist())
 

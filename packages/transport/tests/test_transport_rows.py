@@ -40,9 +40,9 @@ def test_rows_come_to_all_ranks_however_far_one_is_ahead(ranks):
 def test_their_memory_is_used_again(ranks):
     rows = Rows(dist.group.WORLD)
     for turn in range(50):
-        assert rows.is_free
+        assert rows.ended is True
         rows.post()
-        assert not rows.is_free
+        assert rows.ended is False
         rows.send([float(turn)] * (1 + turn % MOST))
         assert rows.wait(timedelta(seconds=20))
         assert rows.here() == [[float(turn)] * (1 + turn % MOST)] * 2

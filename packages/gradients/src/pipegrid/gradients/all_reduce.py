@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import reduce
+from functools import partial, reduce
 from operator import add
 
 import torch
@@ -41,7 +41,7 @@ def expect_few(group: dist.ProcessGroup | None, device: torch.device, again: Row
     group = group or dist.group.WORLD
     if group is None or has_streams(device) or backend_of(group, device).name() != "gloo":
         return None
-    rows = Rows(group) if again is None or not again.is_free else again
+    rows = Rows(group) if again is None or again.ended is not True else again
     rows.post()
     return rows
 
@@ -84,7 +84,7 @@ def reduce_rows(rows: Rows, waiting: Waiting, op: dist.ReduceOp.RedOpType = dist
     if not rows.end():
         waiting.wait(rows, _HOST, rows.group)
     every = rows.here()
-    if len(lengths := {len(row) for row in every}) > 1:
+    if len(lengths := set(map(len, every))) > 1:
         raise CollectiveFailedError(
             f"{waiting.what} failed: ranks have met in different calls, which add up {sorted(lengths)} numbers; "
             "every rank calls the same functions in one order"
@@ -92,7 +92,7 @@ def reduce_rows(rows: Rows, waiting: Waiting, op: dist.ReduceOp.RedOpType = dist
     if op == dist.ReduceOp.MAX:
         found: list[float] = torch.tensor(every, dtype=torch.float64).amax(dim=0).tolist()
         return found
-    return [reduce(add, column) for column in zip(*every, strict=True)]
+    return list(map(partial(reduce, add), zip(*every, strict=True)))
 
 
 _HOST = torch.empty(0)

@@ -47,9 +47,9 @@ def require_one_call(call: str, sums: Sequence[float]) -> None:
     Raises:
         DisagreementError: on every rank that has come.
     """
-    marks = zip(CALLS, sums[-len(CALLS) - 2 :], strict=False)
-    others = [f"{each}()" for each, mark in marks if mark and each != call]
-    if others:
+    marks = dict(zip(CALLS, sums[-len(CALLS) - 2 : -2], strict=True))
+    if sum(marks.values()) > marks[call]:
+        others = [f"{each}()" for each, mark in marks.items() if mark and each != call]
         raise DisagreementError(
             f"this rank is in {call}(), and others of the job are in {' and '.join(others)}: they have called other "
             "methods, or one of them more often. Every rank calls them in one order, and as often as the others"
@@ -85,7 +85,7 @@ class CallMeeting:
     again: Rows | None = None
     rows: Rows | None = field(default=None, init=False)
     sums: Tensor = field(init=False)
-    _wait: Callable[[], object] | None = field(default=None, init=False)
+    _wait: Callable[[], list[float] | None] | None = field(default=None, init=False)
     _started: bool = field(default=False, init=False)
 
     def expect(self) -> None:
@@ -104,16 +104,12 @@ class CallMeeting:
         self._started = True
         if self.rows is not None:
             self.rows.send(row)
-            self._wait = self._end
+            self._wait = partial(reduce_rows, self.rows, self.waiting)
             return
         self.sums = torch.tensor(row, dtype=torch.float64, device=self.device)
         if isinstance(told, Tensor):
             self.sums[: len(told)] = told
         self._wait = partial(all_reduce(self.sums, self.group), self.waiting)
-
-    def _end(self) -> None:
-        assert self.rows is not None  # sent
-        self.sums = torch.tensor(reduce_rows(self.rows, self.waiting), dtype=torch.float64)
 
     def wait(self) -> None:
         """Wait for the others; the host reads what they do where it is on it.
@@ -124,9 +120,11 @@ class CallMeeting:
         """
         if self._wait is not None:
             wait, self._wait = self._wait, None
-            wait()
+            numbers = wait()
+            if numbers is not None:
+                self.sums = torch.tensor(numbers, dtype=torch.float64)
             if not has_streams(self.device):
-                self.require_one_call()
+                require_one_call(self.call, self.sums.tolist())
                 if self.sums[-1] > 0:
                     raise JobFailedError(f"another rank of the job has failed in {self.call}(); its error says why")
 

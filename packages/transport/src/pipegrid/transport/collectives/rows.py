@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import time
 from array import array
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -37,6 +36,7 @@ class Rows:
 
     Attributes:
         single: a wait that is given up closes the connections, so there is one, of the whole time.
+        ended: whether the last meeting has, so that the next can be posted; or why it has failed.
     """
 
     group: ProcessGroup
@@ -46,7 +46,7 @@ class Rows:
     _row: list[torch.Tensor] = field(init=False)
     _peers: list[tuple[int, list[torch.Tensor]]] = field(init=False)
     _works: list[Any] = field(init=False)
-    _ended: bool | RuntimeError = field(default=True, init=False)
+    ended: bool | RuntimeError = field(default=True, init=False)
 
     def __attrs_post_init__(self) -> None:
         ranks, self._own = self.group.size(), self.group.rank()
@@ -55,17 +55,17 @@ class Rows:
         self._row = [rows[self._own]]
         self._peers = [(peer, [row]) for peer, row in enumerate(rows) if peer != self._own]
 
-    @property
-    def is_free(self) -> bool:
-        """Whether they can be posted: the meeting before has ended well."""
-        return self._ended is True
-
     def post(self) -> None:
         """Post the receives of a meeting."""
         for last in range(MOST, len(self._memory), _WIDTH):
             self._memory[last] = 0.0
-        self._ended, self._works = False, []
-        self._start(backend_of(self.group, _CPU).recv, self._peers)
+        self.ended, self._works = False, []
+        receive = backend_of(self.group, _CPU).recv
+        try:
+            for peer, row in self._peers:
+                self._works.append(receive(row, peer, _TAG))
+        except RuntimeError as error:  # a connection is gone: `wait` raises it
+            self.ended = error
 
     def send(self, numbers: list[float]) -> None:
         """Tell the others this rank's ``numbers``, `MOST` at most."""
@@ -73,20 +73,17 @@ class Rows:
         self._memory[first : first + count] = array("d", numbers)
         self._memory[first + MOST] = count
         host_collectives.add(self, self.group)
-        self._start(backend_of(self.group, _CPU).send, [(peer, self._row) for peer, _ in self._peers])
-
-    def _start(self, verb: Callable[..., Any], messages: list[tuple[int, list[torch.Tensor]]]) -> None:
+        send = backend_of(self.group, _CPU).send
         try:
-            for peer, row in messages:
-                self._works.append(verb(row, peer, _TAG))
-        except RuntimeError as error:  # a connection is gone: `wait` raises it
-            self._ended = error
+            for peer, _ in self._peers:
+                self._works.append(send(self._row, peer, _TAG))
+        except RuntimeError as error:  # likewise
+            self.ended = error
 
     def here(self) -> list[list[float]]:
         """The rows that have come, this rank's with them. Looks at memory only."""
-        memory = self._memory
-        counts = [(first, int(memory[first + MOST])) for first in range(0, len(memory), _WIDTH)]
-        return [memory[first : first + count].tolist() for first, count in counts if count]
+        memory, counts = self._memory, enumerate(self._memory[MOST::_WIDTH])
+        return [memory[rank * _WIDTH : rank * _WIDTH + int(count)].tolist() for rank, count in counts if count]
 
     def missing(self) -> list[int]:
         """The ranks, of the group, whose rows have not come."""
@@ -94,15 +91,15 @@ class Rows:
 
     def end(self) -> bool:
         """End the meeting if all rows have come, as this rank's then has to the others; whether it has ended."""
-        if self._ended is not False or self.missing():
-            return self._ended is True
+        if self.ended is not False or not all(self._memory[MOST::_WIDTH]):
+            return self.ended is True
         try:
             for work in self._works:
                 work.wait(_MOMENT)
         except RuntimeError as error:  # `wait` raises it
-            self._ended = error
+            self.ended = error
             return False
-        self._ended = True
+        self.ended = True
         host_collectives.forget(self)
         return True
 
@@ -112,19 +109,19 @@ class Rows:
         Raises:
             RuntimeError: a connection is gone; or the time has passed, and this rank's connections are closed.
         """
-        if isinstance(self._ended, RuntimeError):
-            raise self._ended
+        if isinstance(self.ended, RuntimeError):
+            raise self.ended
         end = math.inf if timeout is None else time.monotonic() + timeout.total_seconds()
         try:
             for work in self._works:
                 work.wait(*(() if timeout is None else (timedelta(seconds=max(end - time.monotonic(), 1e-3)),)))
         except RuntimeError as error:
             if time.monotonic() < end:
-                self._ended = error
+                self.ended = error
             raise
-        self._ended = True
+        self.ended = True
         return True
 
     def is_completed(self) -> bool:
         """Whether `wait` has ended, in time."""
-        return self._ended is not False
+        return self.ended is not False

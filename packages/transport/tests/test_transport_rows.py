@@ -10,6 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from pipegrid.testing import Fault
+from pipegrid.transport.backends.wire import cut_all_connections
 from pipegrid.transport.collectives.rows import MOST, Rows
 from pipegrid.transport.collectives.waiting import finish
 
@@ -84,3 +85,23 @@ def test_a_rank_that_ends_is_lost_at_once(ranks):
     assert failed.why == "lost"
     assert time.monotonic() - began < 10
     assert rows.missing() == [1]
+
+
+@pytest.mark.ranks(2)
+def test_rows_that_have_come_count_also_where_a_rank_has_closed_its_connections(ranks):
+    group = dist.new_group([0, 1], timeout=timedelta(minutes=10))
+    rows = posted(group)
+    ranks.barrier()
+    rows.send([float(ranks.rank)])
+    limit = time.monotonic() + 20
+    while rows.missing() and time.monotonic() < limit:
+        time.sleep(0.001)
+    ranks.barrier()
+    if ranks.rank == 1:
+        cut_all_connections(group)
+    ranks.barrier()
+    assert rows.end()
+    assert rows.here() == [[0.0], [1.0]]
+    again = posted(group)
+    with pytest.raises(RuntimeError):
+        again.wait(timedelta(seconds=20))

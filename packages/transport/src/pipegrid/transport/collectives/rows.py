@@ -90,17 +90,19 @@ class Rows:
         return [rank for rank, count in enumerate(self._memory[MOST::_WIDTH]) if not count]
 
     def end(self) -> bool:
-        """End the meeting if all rows have come, as this rank's then has to the others; whether it has ended."""
+        """End the meeting if all rows have come, as this rank's then has to the others; whether it has ended.
+
+        Rows that have come count, also of ranks that have closed their connections since: the next meeting fails.
+        """
         if self.ended is not False or not all(self._memory[MOST::_WIDTH]):
             return self.ended is True
         try:
             for work in self._works:
                 work.wait(_MOMENT)
-        except RuntimeError as error:  # `wait` raises it
+            self.ended = True
+            host_collectives.forget(self)
+        except RuntimeError as error:
             self.ended = error
-            return False
-        self.ended = True
-        host_collectives.forget(self)
         return True
 
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -115,11 +117,12 @@ class Rows:
         try:
             for work in self._works:
                 work.wait(*(() if timeout is None else (timedelta(seconds=max(end - time.monotonic(), 1e-3)),)))
+            self.ended = True
         except RuntimeError as error:
-            if time.monotonic() < end:
-                self.ended = error
-            raise
-        self.ended = True
+            if self.missing():
+                self.ended = error if time.monotonic() < end else False
+                raise
+            self.ended = error
         return True
 
     def is_completed(self) -> bool:

@@ -23,7 +23,7 @@ from pipegrid.topology import HyperCommGrid
 from pipegrid.topology.bounded_calls import BoundedCalls
 from pipegrid.training import Names, Pipeline
 from pipegrid.transport import Edge, P2PCommunicator, P2PConfig
-from pipegrid.transport.collectives.rows import Rows
+from pipegrid.transport.collectives.small_all_gather import SmallAllGather
 
 WIDTH = 8
 
@@ -194,7 +194,7 @@ def started(monkeypatch):
     for name in COLLECTIVES:
         if hasattr(dist, name):
             monkeypatch.setattr(dist, name, note(name, getattr(dist, name)))
-    monkeypatch.setattr(Rows, "send", note("rows", Rows.send))
+    monkeypatch.setattr(SmallAllGather, "send", note("all-gather", SmallAllGather.send))
     for name in OF_GROUPS:
         monkeypatch.setattr(dist.ProcessGroup, name, note(name, getattr(dist.ProcessGroup, name)))
     return found
@@ -223,10 +223,10 @@ def test_a_call_has_one_collective_and_its_thread_no_call_of_a_store(ranks, monk
             asked.clear()
             started.clear()
             run(batch(rows, seed=1))  # also where its messages are announced, as those of other shapes are
-            assert (started, asked) == (["rows"], [])
+            assert (started, asked) == (["all-gather"], [])
         started.clear()
         job.clip(1.0)
-        assert started == ["rows"]
+        assert started == ["all-gather"]
 
 
 @pytest.mark.ranks(2)
@@ -260,7 +260,7 @@ def test_replicas_add_up_counts_losses_and_gradients_in_a_collective_each(ranks,
             started.clear()
             job.step(batch(4, seed=ranks.rank))
             torch.optim.SGD(job.parameters(), lr=0.1).step()
-        assert started == ["rows", "rows", "all_reduce"]
+        assert started == ["all-gather", "all-gather", "all_reduce"]
 
 
 @pytest.mark.ranks(2)
@@ -275,7 +275,7 @@ def test_losses_start_back_behind_the_last_forward_of_a_rank(ranks, started):
             torch.optim.SGD(job.parameters(), lr=0.1).step()
         started.clear()
         job.step(batch(8))
-    steady = "F F B F B F rows B B" if ranks.rank == 0 else "F B F B F B F B rows"
+    steady = "F F B F B F all-gather B B" if ranks.rank == 0 else "F B F B F B F B all-gather"
     assert " ".join(started) == steady
 
 

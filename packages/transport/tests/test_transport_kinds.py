@@ -228,7 +228,7 @@ def test_only_works_of_a_cpu_are_waited_for_with_a_timeout():
     cpu_only = {
         "survive/neighbours.py": "gloo's group",
         "transport/backends/gloo.py": "gloo's payloads",
-        "transport/collectives/rows.py": "rows, over gloo",
+        "transport/collectives/small_all_gather.py": "over gloo",
         "transport/collectives/waiting.py": "branch without streams",
         "transport/lane/ending.py": "end notices, over gloo",
         "transport/lane/stream_waits.py": "headers, over gloo",

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from pipegrid.monitor.collectives import REDUCTION, Waiting
 from pipegrid.topology.torch_compat import backend_of
-from pipegrid.transport.collectives.rows import MOST, Rows
+from pipegrid.transport.collectives.small_all_gather import MOST, SmallAllGather
 from pipegrid.transport.collectives.starting import start
 from pipegrid.transport.collectives.waiting import device_collectives
 from pipegrid.transport.errors import CollectiveFailedError
@@ -33,17 +33,19 @@ def all_reduce(
     return lambda waiting: waiting.wait(work, tensor, group)
 
 
-def expect_few(group: dist.ProcessGroup | None, device: torch.device, again: Rows | None = None) -> Rows | None:
-    """Post the receives of rows of numbers that will come (`reduce_rows`); None for those on a device with streams.
+def post_gather(
+    group: dist.ProcessGroup | None, device: torch.device, again: SmallAllGather | None = None
+) -> SmallAllGather | None:
+    """Post an all-gather of numbers on ``device``, which `reduce_gathered` then reduces; None if not over gloo.
 
-    ``again``: of an earlier call over this group.
+    ``again``: of an earlier call for this group, whose memory is used again.
     """
     group = group or dist.group.WORLD
     if group is None or has_streams(device) or backend_of(group, device).name() != "gloo":
         return None
-    rows = Rows(group) if again is None or again.ended is not True else again
-    rows.post()
-    return rows
+    gather = SmallAllGather(group) if again is None or again.ended is not True else again
+    gather.post()
+    return gather
 
 
 def reduce_few(
@@ -51,7 +53,7 @@ def reduce_few(
     group: dist.ProcessGroup | None,
     op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
 ) -> Callable[[Waiting], None]:
-    """`all_reduce` of a few numbers, of which only the delay matters: over gloo up to 15 go to every rank at once.
+    """`all_reduce` of a few numbers, of which only the latency matters: over gloo up to 15 go to every rank at once.
 
     A ring, gloo's all-reduce, takes a message after the other from rank to rank, twice round. Between ranks numbers are
     float64.
@@ -68,22 +70,24 @@ def reduce_few(
         CollectiveFailedError: from the wait, where ranks have reduced unequally many numbers.
     """
     group = group or dist.group.WORLD
-    rows = expect_few(group, numbers.device) if numbers.numel() <= MOST else None
-    if rows is None:
+    gather = post_gather(group, numbers.device) if 0 < numbers.numel() <= MOST else None
+    if gather is None:
         return all_reduce(numbers, group, op)
-    rows.send(numbers.reshape(-1).tolist())
+    gather.send(numbers.reshape(-1).tolist())
 
     def wait(waiting: Waiting) -> None:
-        numbers.copy_(torch.tensor(reduce_rows(rows, waiting, op), dtype=torch.float64).view_as(numbers))
+        numbers.copy_(torch.tensor(reduce_gathered(gather, waiting, op), dtype=torch.float64).view_as(numbers))
 
     return wait
 
 
-def reduce_rows(rows: Rows, waiting: Waiting, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> list[float]:
-    """The sum or the maximum of the rows of `expect_few`, once they have been sent; as `reduce_few`."""
-    if not rows.end():
-        waiting.wait(rows, _HOST, rows.group)
-    every = rows.here()
+def reduce_gathered(
+    gather: SmallAllGather, waiting: Waiting, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+) -> list[float]:
+    """Wait for a `post_gather` in which this rank has sent its numbers; their sum or maximum, as of `reduce_few`."""
+    if not gather.end():
+        waiting.wait(gather, _HOST, gather.group)
+    every = gather.here()
     if len(lengths := set(map(len, every))) > 1:
         raise CollectiveFailedError(
             f"{waiting.what} failed: ranks have met in different calls, which add up {sorted(lengths)} numbers; "

@@ -1,8 +1,8 @@
 """Waits of the host for collectives beside the plan: up to a deadline or a monitor's.
 
-No backend tells who has joined a collective; of `Rows`, memory does. Without a monitor, a rank that waits for one
-longer than a moment writes the collective's name to a control store, so that an error can name the ranks that are
-missing: the ranks of the group that have written no name, or another one, have not joined it.
+No backend tells who has joined a collective; of a `SmallAllGather`, memory does. Without a monitor, a rank that waits
+for one longer than a moment writes the collective's name to a control store, so that an error can name the ranks that
+are missing: the ranks of the group that have written no name, or another one, have not joined it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pipegrid.topology import control_store
 from pipegrid.topology.bounded_calls import bounded
 from pipegrid.transport.collectives.differences import listed
 from pipegrid.transport.collectives.gathering import gather_text
-from pipegrid.transport.collectives.rows import Rows
+from pipegrid.transport.collectives.small_all_gather import SmallAllGather
 from pipegrid.transport.collectives.waiting import NotDone, device_collectives, finish, host_collectives, lost_ranks
 from pipegrid.transport.errors import CollectiveFailedError
 from pipegrid.transport.streams import has_streams
@@ -29,12 +29,13 @@ from pipegrid.transport.streams import has_streams
 if TYPE_CHECKING:
     from pipegrid.monitor.control import ControlStore
     from pipegrid.monitor.monitor import Monitor
+
 REDUCTION = "a reduction of gradients"
-Work = dist.Work | Rows
+Work = dist.Work | SmallAllGather
 _T = TypeVar("_T")
 _MOMENT_SECONDS = 1.0
-_SECONDS = 0.5  # for a call of the store
-_AGAIN = 10.0  # until one that was silent is asked again
+_STORE_SECONDS = 0.5  # for a call of the store
+_STORE_AGAIN_SECONDS = 10.0  # until one that was silent is asked again
 
 
 @frozen
@@ -87,7 +88,7 @@ class Waiting:
     def _absent(self, work: Work, group: dist.ProcessGroup | None) -> str:
         """The ranks of ``group`` that have not joined, in words; empty where nothing tells."""
         ranks = _ranks(group)
-        if not isinstance(work, Rows):
+        if not isinstance(work, SmallAllGather):
             return long_waits().absent(self.what, ranks)
         absent = [ranks[index] for index in work.missing()]
         has = f"{listed(absent)} {'has' if len(absent) == 1 else 'have'}"
@@ -163,9 +164,9 @@ class LongWaits:
         if time.monotonic() < self._silent_until:
             return None
         try:
-            return bounded(function, *arguments, seconds=_SECONDS, name="pipegrid-waits", patience=0.0)
+            return bounded(function, *arguments, seconds=_STORE_SECONDS, name="pipegrid-waits", patience=0.0)
         except RuntimeError:  # the store is silent, or gone with its process: the error of the wait says less
-            self._silent_until = time.monotonic() + _AGAIN
+            self._silent_until = time.monotonic() + _STORE_AGAIN_SECONDS
             return None
 
     def _connected(self) -> ControlStore:

@@ -108,7 +108,8 @@ class _Watched:
     deadline: float | None
     running: bool = True
     beside: str = _BETWEEN
-    late: Callable[[float], str | None] | None = None  # says it of a wait beside the plan that the thread ends
+    late: Callable[[float], str | None] | None = None
+    """Of a wait beside the plan that the thread ends: at a time of `time.monotonic`, the error if it is late then."""
     place: str = ""
     published: str = ""
     published_at: float = 0.0
@@ -287,7 +288,7 @@ class Monitor:
                 self._calls.start(self._unbounded.tidy)  # for which no step waits
 
     def _require_announced(self, now: float) -> None:
-        """End this rank's transfers where the store has refused an announcement, or not taken it within the deadline.
+        """Abort this rank's transfers if the store has refused the step's announcement, or is late with an answer.
 
         ``now``: in `time.monotonic` seconds.
         """
@@ -408,16 +409,18 @@ class Monitor:
         if watched is not None and getattr(work, "single", False):
             watched.late, backstop = late, BACKSTOP_SECONDS  # its own end closes connections before the cause is known
 
-        failed = finish(
-            work,
-            group,
-            on_device=on_device,
-            host=host or self.progress is None,
-            end=None if deadline is None else began + deadline + backstop,
-            given_up=given_up,
-        )
-        if watched is not None:
-            watched.late = None
+        try:
+            failed = finish(
+                work,
+                group,
+                on_device=on_device,
+                host=host or self.progress is None,
+                end=None if deadline is None else began + deadline + backstop,
+                given_up=given_up,
+            )
+        finally:
+            if watched is not None:
+                watched.late = None
         if failed is not None and failed.why == "late" and (text := late(time.monotonic())) is not None:
             self._failure = self._record(text)
             if watched is not None:

@@ -12,11 +12,11 @@ import torch.distributed as dist
 from attrs import define, field
 from torch import Tensor
 
-from pipegrid.gradients.all_reduce import all_reduce, expect_few, reduce_rows
+from pipegrid.gradients.all_reduce import all_reduce, post_gather, reduce_gathered
 from pipegrid.monitor import DisagreementError, JobFailedError
 from pipegrid.monitor.collectives import Waiting
 from pipegrid.training.pipeline.microbatches import Microbatch
-from pipegrid.transport.collectives.rows import Rows
+from pipegrid.transport.collectives.small_all_gather import SmallAllGather
 from pipegrid.transport.streams import has_streams
 
 ROWS, LABELS, FOLLOWING, ELEMENTS, FOLLOWING_ELEMENTS, MICROBATCHES = range(6)
@@ -33,7 +33,10 @@ _NOTHING = [0.0] * len(NAMES)
 
 
 def beginning(call: str, counts: Sequence[float] = (), *, ready: bool = False, failed: bool = False) -> list[float]:
-    """The row of a call to be added up over the job: ``counts`` by rule, the marks of the call, and both marks."""
+    """The row of a call to be added up over the job: ``counts`` by rule, a mark for the call, ``ready``, ``failed``.
+
+    11 float64 numbers: ``counts`` are filled up with zeros to six, as many as `NAMES`.
+    """
     return [*counts, *_NOTHING[len(counts) :], *_MARKS[call], float(ready), float(failed)]
 
 
@@ -72,8 +75,8 @@ class CallMeeting:
         device: of the numbers.
         group: all ranks of the job; None is the default group.
         waiting: how they are waited for.
-        again: the `rows` of an earlier meeting of the group.
-        rows: by which they meet, where the device has no streams.
+        again: the `gather` of an earlier meeting of the group, whose memory is used again.
+        gather: what adds them up over gloo; None: an all-reduce does.
         sums: over the ranks of what `beginning` returns, with what `start` was given in place of its counts, once they
             have been waited for.
     """
@@ -82,30 +85,33 @@ class CallMeeting:
     device: torch.device
     group: dist.ProcessGroup | None
     waiting: Waiting
-    again: Rows | None = None
-    rows: Rows | None = field(default=None, init=False)
+    again: SmallAllGather | None = None
+    gather: SmallAllGather | None = field(default=None, init=False)
     sums: Tensor = field(init=False)
     _wait: Callable[[], list[float] | None] | None = field(default=None, init=False)
     _started: bool = field(default=False, init=False)
 
     def expect(self) -> None:
-        """Be ready for what the others tell, before this rank does."""
-        self.rows = expect_few(self.group, self.device, self.again)
+        """Post the receives of what the others tell, before this rank does."""
+        self.gather = post_gather(self.group, self.device, self.again)
 
     def start(self, told: Sequence[float] | Tensor = (), *, ready: bool = False, failed: bool = False) -> None:
         """Start to add up what this rank tells, such as the counts of microbatches whose loss it has (`sums_of`).
 
-        ``told``: at most as many numbers as `NAMES`; a tensor, float64, on a device with streams. ``failed``: it has
-        nothing to tell, and does not come to the end of the call.
+        Args:
+            told: at most as many numbers as `NAMES`, on the host or as a float64 tensor.
+            ready: see `ready`.
+            failed: this rank has failed before it had anything to tell.
         """
-        row = beginning(self.call, () if isinstance(told, Tensor) else told, ready=ready, failed=failed)
-        if self.rows is None:
+        if self.gather is None:
             self.expect()
         self._started = True
-        if self.rows is not None:
-            self.rows.send(row)
-            self._wait = partial(reduce_rows, self.rows, self.waiting)
+        if self.gather is not None:
+            numbers = told.tolist() if isinstance(told, Tensor) else told
+            self.gather.send(beginning(self.call, numbers, ready=ready, failed=failed))
+            self._wait = partial(reduce_gathered, self.gather, self.waiting)
             return
+        row = beginning(self.call, () if isinstance(told, Tensor) else told, ready=ready, failed=failed)
         self.sums = torch.tensor(row, dtype=torch.float64, device=self.device)
         if isinstance(told, Tensor):
             self.sums[: len(told)] = told
@@ -140,10 +146,12 @@ class CallMeeting:
         if not self._started:
             with contextlib.suppress(RuntimeError):  # which has its own place in the failure
                 self.start(failed=True)
-        rows, end = self.rows, time.monotonic() + _LOOK_SECONDS
-        while rows is not None and not rows.end() and time.monotonic() < end:  # the group goes on, if all fail alike
+        if self.gather is None:
+            return
+        end = time.monotonic() + _LOOK_SECONDS
+        while not self.gather.end() and time.monotonic() < end:  # if all come, the group is whole for another call
             time.sleep(_POLL_SECONDS)
-        for row in () if rows is None else rows.here():
+        for row in self.gather.here():
             require_one_call(self.call, row)
 
     def require_one_call(self) -> None:
@@ -158,9 +166,11 @@ class CallMeeting:
 
 
 Weight = tuple[float | None, Tensor]
-"""Of a mean, None where the host does not know it; and what follows the loss in a row of sums: it and three zeros."""
+"""The weight of a mean on the host, or None if only the device has it; and ``[weight, 0, 0, 0]``, float64, on the
+device: what follows the weighted loss in the sums of a step."""
 OfMean = tuple[Tensor, Tensor | None, Weight]
-"""The weight of a mean, as a scalar; in the dtype of the loss, None where it is known to be 1; and as it is told."""
+"""What a mean is multiplied by: a float64 scalar; the same in the dtype of the loss, or None if the host knows that it
+is 1; and the `Weight`."""
 
 
 @define(eq=False)

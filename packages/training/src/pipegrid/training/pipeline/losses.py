@@ -34,9 +34,11 @@ from pipegrid.training.pipeline.counts import (
 from pipegrid.training.pipeline.microbatches import Microbatch
 from pipegrid.training.pipeline.parts import LossPart, asked, doubled, halves, on_host, padded_apart, zero_of
 
+TOLD = 5
+"""Sums of a step over its losses, float64: of each the loss times its weight, the weight and, if it is a sum, the
+weight of one counted, the square of that, and a one."""
 Told = Tensor | tuple[Tensor, Weight]
-"""What a loss adds to the sums of a step: in float64 the loss times its weight, the weight and, of a sum, the weight of
-one counted, its square, and a one; or a mean and its weight."""
+"""What a loss adds to the `TOLD` sums: ``[TOLD]``, or a mean (one element, in its dtype) and its weight."""
 Weighed = tuple[Tensor, Tensor, Told]
 """What a step function takes: the loss times its weight, the weight, and what it tells."""
 
@@ -84,7 +86,7 @@ def _mean(loss: Tensor, count: float, rule: int, counts: StepCounts) -> Weighed:
 
 
 def sum_of(told: Sequence[Told]) -> Tensor:
-    """The sum of what losses tell, on their device; of means, those with one weight at once."""
+    """The sums over what at least one loss tells, ``[TOLD]`` float64 on its device; means of one weight at once."""
     rows: list[Tensor] = []
     alike: dict[int, tuple[Weight, list[Tensor]]] = {}
     for one in told:
@@ -99,8 +101,8 @@ def sum_of(told: Sequence[Told]) -> Tensor:
 
 
 def sum_on_host(told: Sequence[Told]) -> list[float]:
-    """`sum_of` what is on the host, where a number is sooner added than a tensor made."""
-    sums = [0.0] * 5
+    """`sum_of` of losses on the host, where adding a number costs less than making a tensor."""
+    sums = [0.0] * TOLD
     for one in told:
         if isinstance(one, Tensor):
             sums = list(map(add, sums, one.tolist()))

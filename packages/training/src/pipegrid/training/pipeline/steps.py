@@ -45,6 +45,7 @@ from pipegrid.training.pipeline.exchange import RankExchange
 from pipegrid.training.pipeline.first_step import FirstStep
 from pipegrid.training.pipeline.first_update import FirstUpdate
 from pipegrid.training.pipeline.losses import (
+    TOLD,
     MicrobatchLoss,
     Told,
     Weighed,
@@ -57,11 +58,9 @@ from pipegrid.training.pipeline.microbatches import Microbatch, Share, forms_of,
 from pipegrid.training.pipeline.modules import PipelineModule, hosts_of
 from pipegrid.training.pipeline.rows import Rows
 from pipegrid.transport.base import Communicator
-from pipegrid.transport.collectives.rows import Rows as MeetingRows
+from pipegrid.transport.collectives.small_all_gather import SmallAllGather
 from pipegrid.transport.collectives.waiting import host_collectives
 from pipegrid.transport.streams import has_streams
-
-_TOLD = 5  # numbers that each loss of a step tells, see `Weighed`
 
 
 @define(eq=False)
@@ -110,7 +109,7 @@ class Steps:
     _update: FirstUpdate | None = field(default=None, init=False)
     _unchecked: list[tuple[Tensor, StepCounts, CallMeeting]] = field(factory=list, init=False)
     _compared: bool = field(default=False, init=False)
-    _rows: MeetingRows | None = field(default=None, init=False)
+    _gather: SmallAllGather | None = field(default=None, init=False)
     _last: LastStep = field(factory=LastStep, init=False)
     _step: Callable[..., list[Any]] = field(init=False)
     _streamed: bool = field(init=False)
@@ -180,7 +179,7 @@ class Steps:
         together = number is not None and (self.connect, first) == (None, None) and not soon  # the same on all ranks
         what = f"the {'mean loss' if together else 'counts'} of {call}()"
         waiting = Waiting(self.config.deadline, self.config.monitor, what, of_step=together)
-        meeting = CallMeeting(call, self.device, self.config.job_group, waiting, self._rows)
+        meeting = CallMeeting(call, self.device, self.config.job_group, waiting, self._gather)
         if together and self._losing:  # a last stage, which has to wait now; the others are ready before it is
             meeting.expect()
         if not together:
@@ -205,8 +204,8 @@ class Steps:
             raise
         finally:
             self._counts_now = None
-        self._rows = meeting.rows
-        mean = self._mean(found[:_TOLD], counts, meeting)
+        self._gather = meeting.gather
+        mean = self._mean(found[:TOLD], counts, meeting)
         if first is not None:
             self.first = self._comparing = None
             limit = first.end(len(parts), mean, attaches=bool(attached_losses(self.stages)))
@@ -290,7 +289,7 @@ class Steps:
         what = f"the mean loss of {meeting.call}()"
         waiting = Waiting(self.config.deadline, self.config.monitor, what, of_step=True)
         if not isinstance(told, Tensor):
-            told = torch.tensor(told or [0.0] * _TOLD, dtype=torch.float64, device=self.device)
+            told = torch.tensor(told or [0.0] * TOLD, dtype=torch.float64, device=self.device)
         sums, wait = told, reduce_few(told, self.config.job_group)
 
         def both() -> Tensor:

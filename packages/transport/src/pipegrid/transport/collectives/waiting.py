@@ -33,7 +33,8 @@ Label = TypeVar("Label")
 
 _SLICE_SECONDS = 0.05  # of a wait of the host, between two looks whether its user has given up
 BACKSTOP_SECONDS = 1.0
-"""Of a wait for `rows.Rows` beside a thread that ends it at its time: past its end, gloo closes connections."""
+"""From a deadline, past which another thread ends a wait and tells the others why, to the backend's own timeout, which
+closes connections without that."""
 _PROBE = 2**29  # a tag of no message
 _LONGEST = 600  # characters of a backend's text, which may pass on the first failure
 
@@ -86,7 +87,7 @@ def finish(
             if late:
                 return NotDone("late")
             left = math.inf if end is None else end - time.monotonic()
-            if not getattr(work, "single", False):
+            if not getattr(work, "single", False):  # a `SmallAllGather`
                 left = min(_SLICE_SECONDS, left)
             if _ticket(work, group).done_within(left) if in_streams else _done_on_host(work, left):
                 break

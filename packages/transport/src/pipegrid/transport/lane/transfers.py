@@ -15,6 +15,7 @@ from datetime import timedelta
 from typing import Any, TypeVar, final
 
 from pipegrid.transport.backends.wire import timedelta_of
+from pipegrid.transport.collectives.waiting import BACKSTOP_SECONDS
 from pipegrid.transport.errors import P2PError, P2PMismatchError, P2PUsageError
 from pipegrid.transport.lane.batch import Submitter
 from pipegrid.transport.lane.ending import LaneEnding
@@ -22,10 +23,6 @@ from pipegrid.transport.lane.endpoint import Endpoint, Incoming, Outgoing
 from pipegrid.transport.messages.handle import Limit, ReceiveTransfer, State, Transfer
 from pipegrid.transport.streams import has_streams, mark, used_here
 from pipegrid.transport.waits.wait_lock import WaitLock
-
-# Past its deadline the progress thread ends a transfer, with an end notice to the other side; should it be late, the
-# backend's own timeout does so this much later, without one.
-BACKSTOP_SECONDS = 1.0
 
 _UNATTENDED_SECONDS = 0.05  # until the lane's own thread completes sends without a waiting thread
 _POLL_SECONDS = 0.0001

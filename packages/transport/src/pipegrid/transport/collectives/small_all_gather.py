@@ -1,8 +1,9 @@
-"""A few numbers of each rank, told to all ranks of a gloo group: of which only the delay matters.
+"""An all-gather of up to 15 float64 numbers of each rank, over gloo, of which only the latency matters.
 
-Each row is a message of its own between two ranks, so no thread of gloo stands between it and the rank that waits, and
-the receives may be posted before the rank has anything to tell. gloo moves a message once its receive is posted; by
-then the sender's thread may have to wait for a core.
+Each rank sends its numbers to every other one in a message, so no worker thread of gloo stands between a message and
+the rank that waits for it, and the receives may be posted before the rank has anything to send. gloo moves a message
+once its receive is posted; by then the thread of the sender may have to wait for a core. A rank starts 2 (n - 1)
+messages in a group of n.
 """
 
 from __future__ import annotations
@@ -21,28 +22,28 @@ from pipegrid.topology.torch_compat import backend_of
 from pipegrid.transport.collectives.waiting import host_collectives
 
 MOST = 15
-"""Numbers of a row; behind them comes how many they are."""
+"""Numbers of a rank at most; behind them comes how many they are, which is not zero once they have come."""
 _WIDTH = MOST + 1
 _MOMENT = timedelta(seconds=1)
-_TAG = 2**29 + 1  # of no other message
+_TAG = 2**29 + 1  # of no other message between ranks of a group
 _CPU = torch.device("cpu")
 
 
 @define(eq=False)
-class Rows:
-    """The rows of a meeting of ``group``, and of later ones (`post`); a work that a `Waiting` waits for.
+class SmallAllGather:
+    """All-gathers over ``group``, one after the other; a work that a `Waiting` waits for.
 
-    Ranks post in one order, and send in that order.
+    Every rank posts them in one order, and sends in that order.
 
     Attributes:
-        single: a wait that is given up closes the connections, so there is one, of the whole time.
-        ended: whether the last meeting has, so that the next can be posted; or why it has failed.
+        single: its wait cannot be repeated: one that times out closes the connections of this rank.
+        ended: whether the last one has, so that the next can be posted; or why it has failed.
     """
 
     group: ProcessGroup
     single: bool = field(default=True, init=False)
     _own: int = field(init=False)
-    _memory: array[float] = field(init=False)  # by rank, a row and how many numbers have come in it
+    _memory: array[float] = field(init=False)  # by rank, `MOST` numbers and their count
     _row: list[torch.Tensor] = field(init=False)
     _peers: list[tuple[int, list[torch.Tensor]]] = field(init=False)
     _works: list[Any] = field(init=False)
@@ -56,7 +57,7 @@ class Rows:
         self._peers = [(peer, [row]) for peer, row in enumerate(rows) if peer != self._own]
 
     def post(self) -> None:
-        """Post the receives of a meeting."""
+        """Post the receives of the next one."""
         for last in range(MOST, len(self._memory), _WIDTH):
             self._memory[last] = 0.0
         self.ended, self._works = False, []
@@ -68,7 +69,7 @@ class Rows:
             self.ended = error
 
     def send(self, numbers: list[float]) -> None:
-        """Tell the others this rank's ``numbers``, `MOST` at most."""
+        """Send this rank's ``numbers``, 1 to `MOST`, to the others."""
         first, count = self._own * _WIDTH, len(numbers)
         self._memory[first : first + count] = array("d", numbers)
         self._memory[first + MOST] = count
@@ -81,32 +82,26 @@ class Rows:
             self.ended = error
 
     def here(self) -> list[list[float]]:
-        """The rows that have come, this rank's with them. Looks at memory only."""
+        """The numbers of the ranks from which they have come, and of this one. Looks at memory only."""
         memory, counts = self._memory, enumerate(self._memory[MOST::_WIDTH])
-        return [memory[rank * _WIDTH : rank * _WIDTH + int(count)].tolist() for rank, count in counts if count]
+        return [memory[rank * _WIDTH : rank * _WIDTH + int(count)].tolist() for rank, count in counts if count >= 1]
 
     def missing(self) -> list[int]:
-        """The ranks, of the group, whose rows have not come."""
-        return [rank for rank, count in enumerate(self._memory[MOST::_WIDTH]) if not count]
+        """The ranks, of the group, whose numbers have not come."""
+        return [rank for rank, count in enumerate(self._memory[MOST::_WIDTH]) if count < 1]
 
     def end(self) -> bool:
-        """End the meeting if all rows have come, as this rank's then has to the others; whether it has ended.
-
-        Rows that have come count, also of ranks that have closed their connections since: the next meeting fails.
-        """
-        if self.ended is not False or not all(self._memory[MOST::_WIDTH]):
-            return self.ended is True
-        try:
-            for work in self._works:
-                work.wait(_MOMENT)
-            self.ended = True
+        """End if all numbers have come, as this rank's then have to the others; whether it has ended."""
+        if self.ended is False and min(self._memory[MOST::_WIDTH]) >= 1:
+            self.wait(_MOMENT)
             host_collectives.forget(self)
-        except RuntimeError as error:
-            self.ended = error
-        return True
+            return True
+        return self.ended is True
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait for all rows, up to ``timeout`` or that of the group.
+        """Wait until all numbers have come, up to ``timeout`` or that of the group.
+
+        Numbers that have come count, also of ranks that have closed their connections since: the next one fails.
 
         Raises:
             RuntimeError: a connection is gone; or the time has passed, and this rank's connections are closed.
@@ -119,10 +114,10 @@ class Rows:
                 work.wait(*(() if timeout is None else (timedelta(seconds=max(end - time.monotonic(), 1e-3)),)))
             self.ended = True
         except RuntimeError as error:
+            late = time.monotonic() >= end
+            self.ended = False if late and self.missing() else error
             if self.missing():
-                self.ended = error if time.monotonic() < end else False
                 raise
-            self.ended = error
         return True
 
     def is_completed(self) -> bool:

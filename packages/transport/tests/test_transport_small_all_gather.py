@@ -1,4 +1,4 @@
-"""A few numbers of each rank, told to all."""
+"""A small all-gather, by messages between ranks."""
 
 from __future__ import annotations
 
@@ -11,97 +11,97 @@ import torch.distributed as dist
 
 from pipegrid.testing import Fault
 from pipegrid.transport.backends.wire import cut_all_connections
-from pipegrid.transport.collectives.rows import MOST, Rows
+from pipegrid.transport.collectives.small_all_gather import MOST, SmallAllGather
 from pipegrid.transport.collectives.waiting import finish
 
 
 def posted(group):
-    rows = Rows(group)
-    rows.post()
-    return rows
+    gather = SmallAllGather(group)
+    gather.post()
+    return gather
 
 
 @pytest.mark.ranks(3)
-def test_rows_come_to_all_ranks_however_far_one_is_ahead(ranks):
+def test_numbers_come_to_all_ranks_however_far_one_is_ahead(ranks):
     group = dist.group.WORLD
     ahead = [posted(group) for _ in range(3)] if ranks.rank == 1 else None
     for turn in range(3):
-        rows = posted(group) if ahead is None else ahead[turn]
+        gather = posted(group) if ahead is None else ahead[turn]
         numbers = [float(10 * turn + ranks.rank), -math.inf, math.nan][: 1 + turn]
-        rows.send(numbers if turn else numbers * MOST)
-        assert finish(rows, group, on_device=False, end=time.monotonic() + 20) is None
-        assert rows.is_completed()
-        assert not rows.missing()
-        found = rows.here()
+        gather.send(numbers if turn else numbers * MOST)
+        assert finish(gather, group, on_device=False, end=time.monotonic() + 20) is None
+        assert gather.is_completed()
+        assert not gather.missing()
+        found = gather.here()
         assert [row[0] for row in found] == [10.0 * turn, 10.0 * turn + 1, 10.0 * turn + 2]
         assert {len(row) for row in found} == {1 + turn if turn else MOST}
 
 
 @pytest.mark.ranks(2)
 def test_their_memory_is_used_again(ranks):
-    rows = Rows(dist.group.WORLD)
+    gather = SmallAllGather(dist.group.WORLD)
     for turn in range(50):
-        assert rows.ended is True
-        rows.post()
-        assert rows.ended is False
-        rows.send([float(turn)] * (1 + turn % MOST))
-        assert rows.wait(timedelta(seconds=20))
-        assert rows.here() == [[float(turn)] * (1 + turn % MOST)] * 2
+        assert gather.ended is True
+        gather.post()
+        assert gather.ended is False
+        gather.send([float(turn)] * (1 + turn % MOST))
+        assert gather.wait(timedelta(seconds=20))
+        assert gather.here() == [[float(turn)] * (1 + turn % MOST)] * 2
 
 
 @pytest.mark.ranks(3)
 def test_memory_tells_who_is_missing_also_behind_a_wait_that_was_late(ranks):
     group = dist.new_group([0, 1, 2], timeout=timedelta(minutes=10))
-    rows = posted(group)
+    gather = posted(group)
     if ranks.rank != 2:
-        rows.send([1.0])
+        gather.send([1.0])
         limit = time.monotonic() + 20
-        while rows.missing() != [2] and time.monotonic() < limit:
+        while gather.missing() != [2] and time.monotonic() < limit:
             time.sleep(0.001)
-        assert rows.missing() == [2]
-        assert rows.here() == [[1.0], [1.0]]
+        assert gather.missing() == [2]
+        assert gather.here() == [[1.0], [1.0]]
     ranks.barrier()
     if ranks.rank != 2:  # the end of one wait is not that of the other, which can name who is missing as well
         began, seconds = time.monotonic(), 0.3 + ranks.rank
-        failed = finish(rows, group, on_device=False, end=began + seconds)
+        failed = finish(gather, group, on_device=False, end=began + seconds)
         assert failed is not None
         assert failed.why == "late"
         assert seconds - 0.1 < time.monotonic() - began < 10
-        assert rows.missing() == [2]
-        assert not rows.is_completed()
+        assert gather.missing() == [2]
+        assert not gather.is_completed()
     ranks.barrier()
 
 
 @pytest.mark.ranks(2)
 def test_a_rank_that_ends_is_lost_at_once(ranks):
     ranks.plan_fault(Fault("kill", rank=1, at="here"))
-    rows = posted(dist.group.WORLD)
+    gather = posted(dist.group.WORLD)
     ranks.barrier()
     ranks.reach("here")
-    rows.send([1.0])
+    gather.send([1.0])
     began = time.monotonic()
-    failed = finish(rows, dist.group.WORLD, on_device=False, end=began + 60)
+    failed = finish(gather, dist.group.WORLD, on_device=False, end=began + 60)
     assert failed is not None
     assert failed.why == "lost"
     assert time.monotonic() - began < 10
-    assert rows.missing() == [1]
+    assert gather.missing() == [1]
 
 
 @pytest.mark.ranks(2)
-def test_rows_that_have_come_count_also_where_a_rank_has_closed_its_connections(ranks):
+def test_numbers_that_have_come_count_also_where_a_rank_has_closed_its_connections(ranks):
     group = dist.new_group([0, 1], timeout=timedelta(minutes=10))
-    rows = posted(group)
+    gather = posted(group)
     ranks.barrier()
-    rows.send([float(ranks.rank)])
+    gather.send([float(ranks.rank)])
     limit = time.monotonic() + 20
-    while rows.missing() and time.monotonic() < limit:
+    while gather.missing() and time.monotonic() < limit:
         time.sleep(0.001)
     ranks.barrier()
     if ranks.rank == 1:
         cut_all_connections(group)
     ranks.barrier()
-    assert rows.end()
-    assert rows.here() == [[0.0], [1.0]]
+    assert gather.end()
+    assert gather.here() == [[0.0], [1.0]]
     again = posted(group)
     with pytest.raises(RuntimeError):
         again.wait(timedelta(seconds=20))

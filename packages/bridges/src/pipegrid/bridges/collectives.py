@@ -14,10 +14,15 @@ from attrs import define, field
 from pipegrid.topology import GroupSpec, create_groups, destroy_groups, discard_groups
 from pipegrid.transport.backends import lift_timeout, nccl_options
 from pipegrid.transport.collectives.gathering import gather_text
-from pipegrid.transport.collectives.waiting import NotDone, PendingCollectives, finish, host_collectives
+from pipegrid.transport.collectives.waiting import (
+    BACKSTOP_SECONDS,
+    NotDone,
+    PendingCollectives,
+    finish,
+    host_collectives,
+)
 from pipegrid.transport.config import P2PConfig
 from pipegrid.transport.errors import CollectiveFailedError, text_of
-from pipegrid.transport.lane.transfers import BACKSTOP_SECONDS
 from pipegrid.transport.streams import has_streams
 from pipegrid.transport.waits import aborts
 

@@ -24,6 +24,7 @@ from pipegrid.topology.bounded_calls import BoundedCalls
 from pipegrid.training import Names, Pipeline
 from pipegrid.transport import Edge, P2PCommunicator, P2PConfig
 from pipegrid.transport.collectives.small_all_gather import SmallAllGather
+from stages_kit.models import llama
 
 WIDTH = 8
 
@@ -249,6 +250,19 @@ def test_a_loss_that_fails_in_an_evaluation_is_an_error_on_the_ranks_that_only_w
             job.evaluate(batch(8))
     known = "ValueError: no loss" if ranks.rank == 1 else "no loss|another rank of the job has failed in evaluate"
     assert re.search(known, str(raised.value))
+
+
+@pytest.mark.ranks(2)
+def test_tokens_come_back_by_a_broadcast_each(ranks, started):
+    """Who has the last stage is found out beside the first pass: no token waits for an all-reduce."""
+    grid = HyperCommGrid([2], ["pp"])
+    with Pipeline(llama(), "Et*2|t*2L", grid, monitor=False) as job:
+        prompt = {"input_ids": torch.arange(1, 9).reshape(2, 4)}
+        job.generate(prompt, 2)
+        started.clear()
+        found = job.generate(prompt, 3)
+        assert started == ["all-gather", *["broadcast"] * 3]
+        assert (found is None) == (ranks.rank == 0) or found.shape == (2, 3)
 
 
 @pytest.mark.ranks(2)

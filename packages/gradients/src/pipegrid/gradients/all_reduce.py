@@ -19,9 +19,13 @@ from pipegrid.transport.streams import has_streams
 
 
 def all_reduce(
-    tensor: torch.Tensor, group: dist.ProcessGroup | None, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+    tensor: torch.Tensor,
+    group: dist.ProcessGroup | None,
+    op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
+    *,
+    host: bool = False,
 ) -> Callable[[Waiting], None]:
-    """Start an all-reduce in place; the result, called, waits for it.
+    """Start an all-reduce in place; the result, called, waits for it, the ``host`` as well on a device with streams.
 
     ``group`` None is the default process group, or nothing to do in one process without one.
     """
@@ -30,7 +34,7 @@ def all_reduce(
     if work is not None and has_streams(tensor.device):
         device_collectives.add(REDUCTION, work, group)
 
-    return lambda waiting: waiting.wait(work, tensor, group)
+    return lambda waiting: waiting.wait(work, tensor, group, host=host)
 
 
 def post_gather(
@@ -52,6 +56,8 @@ def reduce_few(
     numbers: torch.Tensor,
     group: dist.ProcessGroup | None,
     op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
+    *,
+    host: bool = False,
 ) -> Callable[[Waiting], None]:
     """`all_reduce` of a few numbers, of which only the latency matters: over gloo up to 15 go to every rank at once.
 
@@ -62,6 +68,7 @@ def reduce_few(
         numbers: reduced in place.
         group: of the ranks; None: the default one.
         op: a sum, in the order of the ranks on all of them, or the maximum.
+        host: as of `all_reduce`; over gloo the host waits anyway.
 
     Returns:
         What waits for the result.
@@ -72,7 +79,7 @@ def reduce_few(
     group = group or dist.group.WORLD
     gather = post_gather(group, numbers.device) if 0 < numbers.numel() <= MOST else None
     if gather is None:
-        return all_reduce(numbers, group, op)
+        return all_reduce(numbers, group, op, host=host)
     gather.send(numbers.reshape(-1).tolist())
 
     def wait(waiting: Waiting) -> None:

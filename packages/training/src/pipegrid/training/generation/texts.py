@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pipegrid.gradients.all_reduce import reduce_few
+from pipegrid.monitor.collectives import Waiting
 from pipegrid.stages import Stage
 from pipegrid.training.errors import GenerationError
 from pipegrid.training.generation.sampling import Sampling
 from pipegrid.transport.collectives.starting import start
-from pipegrid.transport.collectives.waiting import finish, host_collectives
-from pipegrid.transport.streams import has_streams
 
 
 class Texts:
@@ -33,6 +33,7 @@ class Texts:
 
     Raises:
         GenerationError: stages are on several ranks, and there is no ``pp`` group.
+        CollectiveFailedError: from `append`, where a stage has not come for the tokens within the deadline.
     """
 
     def __init__(
@@ -49,7 +50,6 @@ class Texts:
         self.stages, self.microbatches = stages, microbatches
         groups = pg_collection[module] if isinstance(pg_collection, Mapping) else pg_collection
         self._group: dist.ProcessGroup | None = None
-        self._source: int | None = None  # the rank of the last stage in the group
         if len(stages) < stages[0].assignment.num_stages:
             self._group = getattr(groups, "pp", None)
             if self._group is None:
@@ -58,6 +58,9 @@ class Texts:
                     'the others; make it with grid.create_pg("pp") before ProcessGroupCollection.from_grid(grid)'
                 )
         self._device = next(stages[0].parameters()).device
+        self._waiting = Waiting(deadline, what="the exchange of tokens between stages")
+        if self._group is not None:
+            self._source = _rank_of_last_stage(stages, self._group, self._waiting)
         ends = () if ends is None else (ends,) if isinstance(ends, int) else tuple(ends)
         self._ends = torch.tensor(ends, dtype=torch.long, device=self._device)
         self._sampling, self._pad, self._deadline = sampling, pad, deadline
@@ -85,9 +88,9 @@ class Texts:
                 self._going[number] = going & ~torch.isin(kept, self._ends)
 
     def _rows(self) -> Iterator[int]:
-        for cache in self.stages[0].kv_caches or ():
-            assert cache.mask is not None  # the first pass has come
-            yield len(cache.mask)
+        for kv_cache in self.stages[0].kv_caches or ():
+            assert kv_cache.mask is not None  # the first pass has come
+            yield len(kv_cache.mask)
 
     def _choose(self, number: int, logits: Tensor) -> Tensor:
         if self._sampling is None:
@@ -102,21 +105,8 @@ class Texts:
             else torch.cat(list(chosen))
         )
         if self._group is not None:
-            if self._source is None:  # zeros elsewhere; behind the first tokens, who has the last stage
-                last = torch.full_like(tokens[:1], 0 if chosen is None else self._group.rank())
-                tokens = torch.cat([tokens, last])
-                work = start(dist.all_reduce, tokens, group=self._group)
-            else:
-                work = start(dist.broadcast, tokens, group_src=self._source, group=self._group)
-            on_device, end = has_streams(tokens.device), time.monotonic() + self._deadline
-            failed = finish(work, self._group, on_device=on_device, host=True, end=end)
-            if failed is not None:
-                host_collectives.cut([self._group])
-                late = f"stages did not exchange tokens within {self._deadline:g} s"
-                raise GenerationError(f"{late}: {failed.text or 'one of them has not come'}") from failed.error
-            if self._source is None:
-                *_, self._source = tokens.tolist()
-                tokens = tokens[:-1]
+            work = start(dist.broadcast, tokens, group_src=self._source(), group=self._group)
+            self._waiting.wait(work, tokens, self._group, host=True)
         return tokens
 
     @property
@@ -128,3 +118,17 @@ class Texts:
     def tokens(self) -> list[Tensor]:
         """Tokens ``[batch, new]`` by microbatch."""
         return [torch.stack(columns, dim=1) for columns in self._columns]
+
+
+def _rank_of_last_stage(stages: Sequence[Stage], group: dist.ProcessGroup, waiting: Waiting) -> Callable[[], int]:
+    """Find out, beside the first pass, which rank of ``group`` has the last stage; the result waits for it, once."""
+    has = any(stage.is_last for stage in stages)
+    rank = torch.tensor([group.rank() if has else 0.0], dtype=torch.float64, device=next(stages[0].parameters()).device)
+    found = reduce_few(rank, group, host=True)
+
+    @cache
+    def source() -> int:
+        found(waiting)
+        return int(rank)
+
+    return source

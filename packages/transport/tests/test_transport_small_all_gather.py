@@ -73,6 +73,23 @@ def test_memory_tells_who_is_missing_also_behind_a_wait_that_was_late(ranks):
 
 
 @pytest.mark.ranks(2)
+def test_a_wait_that_gloo_ends_a_moment_early_is_late(ranks, monkeypatch):
+    """Its clock has whole milliseconds: a wait of 300 ms was seen to end after 299.5, and a rank was called lost."""
+    gather = posted(dist.new_group([0, 1], timeout=timedelta(minutes=10)))
+    if ranks.rank == 0:
+        gather.send([1.0])
+        now, seconds = time.monotonic(), 0.3
+        clock = iter([now, now])  # then the end of the first wait
+        monkeypatch.setattr(time, "monotonic", lambda: next(clock, now + seconds - 5e-4))
+        with pytest.raises(RuntimeError):
+            gather.wait(timedelta(seconds=seconds))
+        monkeypatch.undo()
+        assert gather.ended is False
+        assert gather.missing() == [1]
+    ranks.barrier()
+
+
+@pytest.mark.ranks(2)
 def test_a_rank_that_ends_is_lost_at_once(ranks):
     ranks.plan_fault(Fault("kill", rank=1, at="here"))
     gather = posted(dist.group.WORLD)

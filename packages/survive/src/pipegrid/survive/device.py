@@ -1,4 +1,4 @@
-"""Waits until the device has done what a function has issued to it, which on CUDA is later than the host."""
+"""A wait until the device has done what a function has issued to it, which on CUDA is later than the host."""
 
 from __future__ import annotations
 
@@ -38,5 +38,5 @@ class DeviceEnd:
             raise RuntimeError(why() or f"{device} has not done {what} after {seconds:g} s") from error
 
     def close(self) -> None:
-        """End the thread. Idempotent."""
+        """End the thread."""
         self._calls.close()

@@ -13,8 +13,6 @@ from pipegrid.plans.plan import Actor
 from pipegrid.topology import HyperCommGrid
 from pipegrid.topology.grid import Dims
 
-_POSITION, _REPLICA = "pp", "dp"
-
 Grids: TypeAlias = HyperCommGrid | Mapping[str, HyperCommGrid]
 """One grid of all positions, or one per module."""
 
@@ -54,13 +52,9 @@ class Living:
     @cached_property
     def actors(self) -> dict[int, Actor]:
         """The actor of each rank of the job."""
-        found: dict[int, Actor] = {}
-        for grid in grids_of(self.grid):
-            for rank in grid.ranks:
-                at = grid.coords(rank)
-                position = at.get(_POSITION, 0) if self.positions_of is None else self.positions_of[rank]
-                found[rank] = Actor(position, at.get(_REPLICA, 0))
-        return found
+        places = {rank: grid.coords(rank) for grid in grids_of(self.grid) for rank in grid.ranks}
+        positions = self.positions_of or {rank: at.get("pp", 0) for rank, at in places.items()}
+        return {rank: Actor(positions[rank], at.get("dp", 0)) for rank, at in places.items()}
 
     def actor(self, rank: int) -> Actor:
         """The actor that ``rank`` is of."""
@@ -85,8 +79,7 @@ class Living:
     @cached_property
     def ranks(self) -> tuple[int, ...]:
         """The ranks that take part, ascending."""
-        dead = set(self.dead)
-        return tuple([rank for rank in self.members if rank in self.actors and self.actors[rank] not in dead])
+        return tuple([rank for rank in self.members if rank in self.actors and self.actors[rank] not in self.dead])
 
     def group(self, dims: Dims, rank: int, module: str | None = None) -> tuple[int, ...]:
         """The ranks that take part, of the group of ``rank`` over ``dims``, ascending; ``module``: in whose grid."""
@@ -99,9 +92,8 @@ class Living:
         Raises:
             JobFailedError: one does not; its stages are on no rank.
         """
-        dead = set(self.dead)
         for position in range(self.positions):
-            if all(Actor(position, replica) in dead for replica in range(self.replicas)):
+            if all(Actor(position, replica) in self.dead for replica in range(self.replicas)):
                 raise JobFailedError(
                     f"position {position} of the pipeline is dead in all {self.replicas} replicas, so its stages are "
                     "on no rank any more: start all ranks again, from the last checkpoint"

@@ -111,21 +111,7 @@ def forward_backward_no_pipelining(
         The ``info`` of every microbatch's loss function.
     """
     del seq_length, micro_batch_size, decoder_seq_length
-    call = StepCall(
-        forward_step_func=forward_step_func,
-        data_iterator=data_iterator,
-        model=model,
-        num_microbatches=num_microbatches,
-        forward_only=forward_only,
-        collect_non_loss_data=collect_non_loss_data,
-        first_val_step=first_val_step,
-        adjust_tensor_shapes_fn=adjust_tensor_shapes_fn,
-        p2p_communicator=p2p_communicator,
-        pg_collection=pg_collection,
-        routes=routes,
-        force_all_reduce=force_all_reduce,
-    )
-    return run_step(NO_PIPELINE, call)
+    return run_step(NO_PIPELINE, StepCall(**locals()))
 
 
 def forward_backward_pipelining_without_interleaving(
@@ -191,24 +177,7 @@ def forward_backward_pipelining_without_interleaving(
             not a collection of process groups.
         PipelineError: the step failed; the text has this rank's action in the plan.
     """
-    call = StepCall(
-        forward_step_func=forward_step_func,
-        data_iterator=data_iterator,
-        model=model,
-        num_microbatches=num_microbatches,
-        seq_length=seq_length,
-        micro_batch_size=micro_batch_size,
-        decoder_seq_length=decoder_seq_length,
-        forward_only=forward_only,
-        collect_non_loss_data=collect_non_loss_data,
-        first_val_step=first_val_step,
-        adjust_tensor_shapes_fn=adjust_tensor_shapes_fn,
-        p2p_communicator=p2p_communicator,
-        pg_collection=pg_collection,
-        routes=routes,
-        force_all_reduce=force_all_reduce,
-    )
-    return run_step(ONE_STAGE_EACH, call)
+    return run_step(ONE_STAGE_EACH, StepCall(**locals()))
 
 
 def forward_backward_with_schedule(
@@ -315,21 +284,4 @@ def forward_backward_pipelining_with_interleaving(
     Raises:
         StepArgumentError: the lists differ in length, or not ``P <= N <= M and (M % N == 0 or M % N >= P)``.
     """
-    call = StepCall(
-        forward_step_func=forward_step_func,
-        data_iterator=data_iterator,
-        model=model,
-        num_microbatches=num_microbatches,
-        seq_length=seq_length,
-        micro_batch_size=micro_batch_size,
-        decoder_seq_length=decoder_seq_length,
-        forward_only=forward_only,
-        collect_non_loss_data=collect_non_loss_data,
-        first_val_step=first_val_step,
-        adjust_tensor_shapes_fn=adjust_tensor_shapes_fn,
-        p2p_communicator=p2p_communicator,
-        pg_collection=pg_collection,
-        routes=routes,
-        force_all_reduce=force_all_reduce,
-    )
-    return run_step(INTERLEAVED, call)
+    return run_step(INTERLEAVED, StepCall(**locals()))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 from attrs import evolve, frozen
 
@@ -20,9 +20,7 @@ from pipegrid.schedules.runtime.stages.edge_queues import RecvQueue, SendQueue
 from pipegrid.schedules.runtime.stages.shared_calls import LentQueue
 from pipegrid.schedules.runtime.stages.stage import for_another_replica
 from pipegrid.schedules.runtime.stages.stage_runner import StageRunner
-
-if TYPE_CHECKING:
-    from pipegrid.transport.base import Communicator
+from pipegrid.transport.base import Communicator
 
 Call: TypeAlias = Callable[[], None]
 Effect: TypeAlias = Callable[[Action, Call], None]

@@ -10,22 +10,18 @@ from __future__ import annotations
 
 import hashlib
 import time
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 from attrs import define, field
 
+from pipegrid.core.edge import Edge
 from pipegrid.monitor import DisagreementError
+from pipegrid.plans.plan import Plan
+from pipegrid.schedules.runtime.stages.edge_queues import RecvQueue
+from pipegrid.transport.base import Communicator
 from pipegrid.transport.collectives.differences import by_text
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
-
-    from pipegrid.core.edge import Edge
-    from pipegrid.plans.plan import Plan
-    from pipegrid.schedules.runtime.stages.edge_queues import RecvQueue
-    from pipegrid.transport.base import Communicator
-    from pipegrid.transport.control.handshake import Handshake
+from pipegrid.transport.control.handshake import Handshake
 
 _LOOK_SECONDS, _POLL_SECONDS = 0.2, 0.005
 _DIFFERENT = "the ranks do not run the same step"

@@ -12,18 +12,16 @@ import time
 from collections.abc import Callable, Mapping
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from attrs import define, field
 
+from pipegrid.monitor import Report
+from pipegrid.plans.plan import Plan
 from pipegrid.schedules.runtime.failures import line_of
+from pipegrid.transport.base import Communicator
 from pipegrid.transport.waits.aborts import device_aborts
-
-if TYPE_CHECKING:
-    from pipegrid.monitor import Report
-    from pipegrid.plans.plan import Plan
-    from pipegrid.transport.base import Communicator
 
 _MOST_FILES = 1000  # of one rank in one folder
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from pipegrid.core.edge import Direction, Edge
-from pipegrid.plans.plan import OFFLOADING, SHARDING, Action, ActionKind
+from pipegrid.plans.plan import OFFLOADING, SHARDING, Action, ActionKind, Plan
 from pipegrid.schedules.runtime.passages import ActorFlows, Passage, Way
 from pipegrid.schedules.runtime.stages.deallocation import Deallocation
 from pipegrid.schedules.runtime.stages.edge_queues import Output, ReceivesAhead, RecvQueue, SendQueue
@@ -19,15 +19,11 @@ from pipegrid.schedules.runtime.stages.sharded import ShardedStage
 from pipegrid.schedules.runtime.stages.shared_calls import LentQueue, SharedCalls, SummedQueue
 from pipegrid.schedules.runtime.stages.stage import Stage
 from pipegrid.schedules.runtime.stages.stage_runner import StageRunner
-from pipegrid.search.buffers import position_buffers
+from pipegrid.search.buffers import Buffered, PositionBuffers, position_buffers
 from pipegrid.search.buffers.lifetimes import lifetimes
 from pipegrid.transport import streams
+from pipegrid.transport.base import Communicator
 from pipegrid.transport.messages.slot import Slot
-
-if TYPE_CHECKING:
-    from pipegrid.plans.plan import Plan
-    from pipegrid.search.buffers import Buffered, PositionBuffers
-    from pipegrid.transport.base import Communicator
 
 
 class BoundPosition:

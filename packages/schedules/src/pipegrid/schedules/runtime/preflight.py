@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Collection, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pipegrid.autograd.fsdp import is_fsdp
 from pipegrid.core.errors import StepArgumentError
 from pipegrid.core.fields import shown
 from pipegrid.core.lanes import LaneSharing
-from pipegrid.plans.plan import Action, ActionKind, actions_of, require_plan
+from pipegrid.plans.plan import Action, ActionKind, Plan, actions_of, require_plan
 from pipegrid.plans.verify import Proof, dataflow_of, verify
 from pipegrid.schedules.runtime.stages.stage import modules_of
 from pipegrid.transport.base import Communicator
-
-if TYPE_CHECKING:
-    from pipegrid.plans.plan import Plan
-    from pipegrid.transport.job import JobTopology
+from pipegrid.transport.job import JobTopology
 
 
 def prove(plan: Plan | Proof, job: JobTopology) -> Proof:

@@ -12,16 +12,17 @@ from contextlib import ExitStack
 from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import Annotated, Any, cast
 
 import torch
 from attrs import evolve
 
 from pipegrid.autograd import compiled_modules
+from pipegrid.core.edge import Edge
 from pipegrid.core.errors import StepArgumentError
 from pipegrid.core.fields import Seconds, checked, instance
-from pipegrid.monitor import FIRST_STEP_SECONDS, JobFailedError
-from pipegrid.plans.plan import ActionKind
+from pipegrid.monitor import FIRST_STEP_SECONDS, JobFailedError, Monitor
+from pipegrid.plans.plan import Action, ActionKind, Plan
 from pipegrid.plans.simulate import simulate, unit_costs
 from pipegrid.plans.verify import Proof
 from pipegrid.schedules.runtime.actions import Call, Effect, PairEffect
@@ -39,20 +40,13 @@ from pipegrid.schedules.runtime.preflight import (
 )
 from pipegrid.schedules.runtime.program import Cursor, programs
 from pipegrid.schedules.runtime.stages.hooks import Hook
-from pipegrid.schedules.runtime.stages.stage import require_bare
+from pipegrid.schedules.runtime.stages.stage import Stage, require_bare
 from pipegrid.schedules.runtime.step_failures import PipelineError, StepFailures
 from pipegrid.schedules.runtime.warm_up import warm_up_stages
-from pipegrid.transport.base import as_communicator
+from pipegrid.search.buffers import PositionBuffers
+from pipegrid.transport.base import Communicator, as_communicator
+from pipegrid.transport.protocol import Payload, PipelineCommunicator
 from pipegrid.transport.streams import has_streams
-
-if TYPE_CHECKING:
-    from pipegrid.core.edge import Edge
-    from pipegrid.monitor import Monitor
-    from pipegrid.plans.plan import Action, Plan
-    from pipegrid.schedules.runtime.stages.stage import Stage
-    from pipegrid.search.buffers import PositionBuffers
-    from pipegrid.transport.base import Communicator
-    from pipegrid.transport.protocol import Payload, PipelineCommunicator
 
 _Stages = Annotated[Any, instance(Mapping, "a dict of this rank's stages by global number")]
 _Hook = Annotated[Any, instance(Hook, "a hook with before(action) and after(action)")]

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
 
 from attrs import define, field
 
-from pipegrid.monitor import DisagreementError, first_failure
+from pipegrid.monitor import DisagreementError, Monitor, Report, first_failure
+from pipegrid.schedules.runtime.agreement import StepAgreement
 from pipegrid.schedules.runtime.failures import line_of, marked, relayed, without
+from pipegrid.schedules.runtime.flight_recorder import FlightRecorder
+from pipegrid.schedules.runtime.position import BoundPosition
+from pipegrid.schedules.runtime.program import Cursor
 from pipegrid.transport.collectives.waiting import device_collectives
-
-if TYPE_CHECKING:
-    from pipegrid.monitor import Monitor, Report
-    from pipegrid.schedules.runtime.agreement import StepAgreement
-    from pipegrid.schedules.runtime.flight_recorder import FlightRecorder
-    from pipegrid.schedules.runtime.position import BoundPosition
-    from pipegrid.schedules.runtime.program import Cursor
 
 _ABORT_SECONDS = 0.3
 

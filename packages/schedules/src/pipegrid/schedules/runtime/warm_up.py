@@ -10,19 +10,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
+from pipegrid.core.edge import Edge
 from pipegrid.core.errors import StepArgumentError
+from pipegrid.schedules.runtime.position import BoundPosition
 from pipegrid.schedules.runtime.stages.payloads import flatten, map_tensors
 from pipegrid.schedules.runtime.stages.stage import Forwarded, modules_of
-
-if TYPE_CHECKING:
-    from pipegrid.core.edge import Edge
-    from pipegrid.schedules.runtime.position import BoundPosition
-    from pipegrid.transport.protocol import Payload
+from pipegrid.transport.protocol import Payload
 
 
 def warm_up(modules: nn.Module | Iterable[nn.Module], forward: Callable[[], Any], *, backward: bool = True) -> None:

@@ -6,7 +6,7 @@ Process groups say which replica a rank is of; all replicas have the same routes
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,14 +17,12 @@ from pipegrid.gradients.groups import collection_of, device_of, replica_group, s
 from pipegrid.monitor import DisagreementError
 from pipegrid.monitor.collectives import Waiting, texts_of_ranks
 from pipegrid.plans.plan import Routes, stages_on
+from pipegrid.schedules.megatron.call import StepCall
+from pipegrid.schedules.megatron.place import Place
 from pipegrid.schedules.megatron.units.batches import Unit
 from pipegrid.transport.base import as_communicator
 from pipegrid.transport.collectives.differences import difference
-
-if TYPE_CHECKING:
-    from pipegrid.schedules.megatron.call import StepCall
-    from pipegrid.schedules.megatron.place import Place
-    from pipegrid.transport.job import JobTopology
+from pipegrid.transport.job import JobTopology
 
 
 def units_per_replica(routes: Routes) -> float:

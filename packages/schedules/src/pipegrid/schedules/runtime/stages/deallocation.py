@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from attrs import define, field
@@ -12,9 +11,7 @@ from attrs import define, field
 from pipegrid.autograd import free_storage, require_deallocatable
 from pipegrid.schedules.errors import StageOutputError
 from pipegrid.schedules.runtime.stages.payloads import flatten
-
-if TYPE_CHECKING:
-    from pipegrid.transport.protocol import Payload
+from pipegrid.transport.protocol import Payload
 
 
 @define(eq=False)

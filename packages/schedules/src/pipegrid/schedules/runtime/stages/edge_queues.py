@@ -7,25 +7,21 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from attrs import define, field
 
 from pipegrid.core.edge import Direction, Edge
+from pipegrid.plans.plan.actions import Action
 from pipegrid.reshard import SPLIT_SIZES
 from pipegrid.schedules.errors import StageOutputError
+from pipegrid.schedules.runtime.stages.deallocation import PendingFree
+from pipegrid.schedules.runtime.stages.hooks import MessageHook
 from pipegrid.schedules.runtime.stages.payloads import flatten, map_tensors, unpacked
 from pipegrid.schedules.runtime.stages.reused import is_shared, num_holders
-from pipegrid.transport.protocol import ReusableReceive
-
-if TYPE_CHECKING:
-    from pipegrid.plans.plan.actions import Action
-    from pipegrid.schedules.runtime.stages.deallocation import PendingFree
-    from pipegrid.schedules.runtime.stages.hooks import MessageHook
-    from pipegrid.transport.base import Communicator, Port
-    from pipegrid.transport.messages.slot import Slot
-    from pipegrid.transport.protocol import Handle, Payload, ReceiveHandle
+from pipegrid.transport.base import Communicator, Port
+from pipegrid.transport.messages.slot import Slot
+from pipegrid.transport.protocol import Handle, Payload, ReceiveHandle, ReusableReceive
 
 _UNDER_WAY = 2
 _SMALL_UNDER_WAY = 16

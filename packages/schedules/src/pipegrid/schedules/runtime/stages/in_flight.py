@@ -6,7 +6,7 @@ A piece is a microbatch, or one slice of it where a plan cuts microbatches along
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from attrs import define, field
@@ -14,15 +14,13 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from pipegrid.autograd import WeightHalf, input_path_of, require_splittable
+from pipegrid.core.edge import Edge
 from pipegrid.schedules.errors import StageOutputError
 from pipegrid.schedules.runtime.stages.offload import Offload
 from pipegrid.schedules.runtime.stages.payloads import flatten
 from pipegrid.schedules.runtime.stages.slices import Kept, Slice
 from pipegrid.schedules.runtime.stages.stage import Stage, check_loss, modules_of, trainable
-
-if TYPE_CHECKING:
-    from pipegrid.core.edge import Edge
-    from pipegrid.transport.protocol import Payload
+from pipegrid.transport.protocol import Payload
 
 
 class Root(NamedTuple):

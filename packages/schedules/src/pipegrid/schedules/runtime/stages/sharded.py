@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from attrs import define, field
 
 from pipegrid.autograd.fsdp import is_fsdp, let_plan_decide, outermost, reduce_scatter
 from pipegrid.core.errors import StepArgumentError
 from pipegrid.plans.plan import Action, ActionKind
-from pipegrid.schedules.runtime.stages.stage import modules_of
-
-if TYPE_CHECKING:
-    from pipegrid.schedules.runtime.stages.stage import Stage
+from pipegrid.schedules.runtime.stages.stage import Stage, modules_of
 
 
 @define(eq=False)

@@ -7,17 +7,14 @@ destination.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 import torch
 from attrs import define, field
 
+from pipegrid.core.edge import Edge
 from pipegrid.schedules.runtime.stages.edge_queues import RecvQueue, SendQueue
 from pipegrid.schedules.runtime.stages.payloads import flatten, map_tensors
-
-if TYPE_CHECKING:
-    from pipegrid.core.edge import Edge
-    from pipegrid.transport.protocol import Payload
+from pipegrid.transport.protocol import Payload
 
 
 @define(eq=False)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from attrs import frozen
@@ -17,15 +17,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointFunction
 
 from pipegrid.autograd.tree import compiled_modules, modules_in
+from pipegrid.core.edge import Edge
 from pipegrid.core.errors import StepArgumentError
 from pipegrid.gradients.errors import GradientError
 from pipegrid.schedules.errors import DataEndedError, StageOutputError
 from pipegrid.schedules.runtime.stages.payloads import describe, tensors_of
-
-if TYPE_CHECKING:
-    from pipegrid.core.edge import Edge
-    from pipegrid.schedules.runtime.stages.slices import Slice
-    from pipegrid.transport.protocol import Payload
+from pipegrid.schedules.runtime.stages.slices import Slice
+from pipegrid.transport.protocol import Payload
 
 
 @frozen

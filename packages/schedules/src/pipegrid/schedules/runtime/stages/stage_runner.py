@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from attrs import define, field
@@ -18,6 +18,7 @@ from torch.utils.checkpoint import CheckpointError
 
 from pipegrid.autograd import backward_inputs, backward_weights, run_backward
 from pipegrid.autograd.fsdp import is_fsdp
+from pipegrid.core.edge import Edge
 from pipegrid.core.errors import StepArgumentError
 from pipegrid.schedules.errors import StageOutputError
 from pipegrid.schedules.runtime.stages.deallocation import Deallocation
@@ -37,10 +38,7 @@ from pipegrid.schedules.runtime.stages.stage import (
     payloads_of,
     reentrant_trap,
 )
-
-if TYPE_CHECKING:
-    from pipegrid.core.edge import Edge
-    from pipegrid.transport.protocol import Payload
+from pipegrid.transport.protocol import Payload
 
 
 @define(eq=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any
@@ -31,11 +32,9 @@ class BoundPosition:
 
     Attributes:
         number: of the position, or of the actor where the plan has routes.
-        receives: a queue per way by which data comes to a stage here.
-        sends: a queue per way by which data leaves a stage here.
+        receives: a queue per way by which data comes to a stage here; ``sends``: by which it leaves.
         runners: the computes of each stage here, by its number: one per passage of its pieces.
         sharded: the stages here that the plan gathers, by their number.
-        actions: of the position, in order.
         in_streams: whether the device has streams, in which messages are ordered.
         deadline: of every message; None is the communicator's own.
         beside: called once in a step, behind this rank's last forward; see `PipelineRuntime.step`.
@@ -73,51 +72,31 @@ class BoundPosition:
         if self.device is not None and any(action.kind in OFFLOADING for action in self.actions):
             self._copiers = streams.new_stream(self.device), streams.new_stream(self.device)
         self._flows = ActorFlows(plan, position)
-        self._open_queues(deadline, [hook for hook in hooks if isinstance(hook, MessageHook)], clone_outputs)
+        of_all = communicator, deadline, [hook for hook in hooks if isinstance(hook, MessageHook)]
+        self.receives = {
+            way: RecvQueue(way.edge, way.direction, *of_all, local=way.local, replica=way.replica)
+            for way in self._flows.receives
+        }
+        slices, places = plan.num_slices, dict[int, list[Output]]()
+        sending = partial(SendQueue, in_streams=self.in_streams, num_slices=slices, clones=clone_outputs, places=places)
+        to_here = {way: queue for way, queue in self.receives.items() if way.local}
+        self.sends = {
+            way: sending(way.edge, way.direction, *of_all, to_here.get(way), replica=way.replica)
+            for way in self._flows.sends
+        }
         for action in self.actions:
             if action.kind in (ActionKind.RECV_F, ActionKind.RECV_B):
                 for queue in self.receives_of(action):
                     queue.expected += 1
         self._ends = self._find_ends() if reuse_buffers else {}
-        self._slots: dict[int, Slot] = {}
-        self._in_order: dict[ReceivesAhead, list[Slot | None]] = {}
+        self.slots: dict[int, Slot] = {}  # of `buffers`, once a step has begun
+        self._in_order: dict[ReceivesAhead, list[Slot | None]] = defaultdict(list)
         self._receiving = tuple([queue for queue in self.receives.values() if queue.expected])
         self._lent: dict[Way, LentQueue] = {}
         self._summed: dict[Way, SummedQueue] = {}
         self._runner_of: dict[tuple[int, int], StageRunner] = {}
         self.runners = {number: self._runners(number, stage) for number, stage in stages.items()}
         self._kept = (*self._queues, *self._lent.values(), *self._summed.values())
-
-    def _open_queues(self, deadline: float | None, hooks: Sequence[MessageHook], clones: bool) -> None:
-        pending: dict[int, list[Output]] = {}
-        self.receives = {
-            way: RecvQueue(
-                way.edge,
-                way.direction,
-                self.communicator,
-                deadline,
-                hooks,
-                local=way.local,
-                replica=way.replica,
-            )
-            for way in self._flows.receives
-        }
-        self.sends = {
-            way: SendQueue(
-                way.edge,
-                way.direction,
-                self.communicator,
-                deadline,
-                hooks,
-                local=self.receives[way] if way.local else None,
-                in_streams=self.in_streams,
-                num_slices=self.plan.num_slices,
-                replica=way.replica,
-                clones=clones,
-                places=pending,
-            )
-            for way in self._flows.sends
-        }
 
     def _runners(self, number: int, stage: Stage) -> tuple[StageRunner, ...]:
         """The computes of a stage, by the passages of its pieces; of the whole plan's where replicas act alike."""
@@ -132,15 +111,9 @@ class BoundPosition:
         for piece in pieces if flows.routed else (0,):
             passing.setdefault(self._flows.passage(number, piece), []).append(piece)
         edges = [edge for edge in plan.graph.stage_edges if edge.source == number]
-        flight = ActivationsInFlight(
-            number,
-            stage,
-            len(pieces),
-            plan.num_slices,
-            gradient_edges=[edge for edge in edges if edge in plan.gradient_edges],
-            splits=any(a.kind is ActionKind.I and a.stage == number for a in self.actions),
-            copiers=self._copiers,
-        )
+        answered = [edge for edge in edges if edge in plan.gradient_edges]
+        splits = any(a.kind is ActionKind.I and a.stage == number for a in self.actions)
+        flight = ActivationsInFlight(number, stage, len(pieces), plan.num_slices, answered, splits, self._copiers)
         deallocation = Deallocation(number) if self._deallocate else None
         runners: list[StageRunner] = []
         for passage, own in passing.items():
@@ -181,7 +154,7 @@ class BoundPosition:
         return routes.home(piece) != self.number // self.plan.positions_each
 
     def sends_of(self, action: Action) -> list[SendQueue]:
-        """The queues of what an action sends, one per partner in another replica or in its own."""
+        """The queues of what an action sends, one per partner."""
         return [self.sends[way] for way in self._flows.ways_of(action, sends=True)]
 
     def receives_of(self, action: Action) -> list[RecvQueue]:
@@ -194,14 +167,14 @@ class BoundPosition:
         Raises:
             P2PUsageError: the communicator moves data within one replica.
         """
-        queues = [queue for queue in self._queues if queue.replica is not None]
-        if queues:
-            sends, receives = (
-                [(queue.edge, queue.direction, queue.replica) for queue in some.values() if queue.replica is not None]
-                for some in (self.sends, self.receives)
-            )
+        sends, receives = (
+            [(way.edge, way.direction, way.replica) for way in some if way.replica is not None]
+            for some in (self.sends, self.receives)
+        )
+        if sends or receives:
             self.communicator.open_across(sends=sends, receives=receives)
-            for queue in queues:
+        for queue in self._queues:
+            if queue.replica is not None:
                 queue.bind()
 
     @property
@@ -221,24 +194,23 @@ class BoundPosition:
     # Of a step
 
     def begin(self, *, training: bool) -> None:
-        """Prepare the stages for a step; the queues are empty, as the step before has left them."""
+        """Prepare the stages for a step, whose queues are empty."""
         for runners in self.runners.values():
             for runner in runners:
                 runner.begin(training=training)
 
     def drop(self) -> None:
-        """Drop what a step that failed holds, after which there is none."""
+        """Drop what a step that failed holds."""
         for queue in self._kept:
             queue.drop()
         self.begin(training=False)
 
     def start(self, *, training: bool) -> None:
         """Post the first receives of a step, those that may come before their turn."""
-        expected: dict[ReceivesAhead, int] = {}
+        expected: dict[ReceivesAhead, int] = defaultdict(int)
         for queue in self._receiving:
             count = queue.expected if training or queue.direction is Direction.FORWARD else 0
-            ahead = queue.ahead or self._bind(queue)
-            expected[ahead] = expected.get(ahead, 0) + count
+            expected[queue.ahead or self._bind(queue)] += count
         if training and self._reuse:
             self._make_slots()
         for ahead, count in expected.items():
@@ -248,12 +220,12 @@ class BoundPosition:
 
     def _find_ends(self) -> dict[int, list[Callable[[], None]]]:
         """What gives back received memory, by the step after which nothing reads it."""
-        found: dict[int, list[Callable[[], None]]] = {}
+        found: dict[int, list[Callable[[], None]]] = defaultdict(list)
         for message, life in lifetimes(self.plan, self._flows.flows, self.number).items():
             queue, piece = self._queue_of(message), self.plan.piece_of(message.action)
             if life.last is not None and piece not in queue.lends:
                 queue.lends.add(piece)
-                found.setdefault(life.last, []).append(partial(RecvQueue.give_back, queue, piece))
+                found[life.last].append(partial(RecvQueue.give_back, queue, piece))
         return found
 
     def ends_after(self, step: int) -> Sequence[Callable[[], None]]:
@@ -276,18 +248,13 @@ class BoundPosition:
 
         return position_buffers(self.plan, self.number, lane_of=lane_of, flows=self._flows.flows)
 
-    @property
-    def slots(self) -> Mapping[int, Slot]:
-        """The memory of the slots of `buffers`, once a step has begun."""
-        return self._slots
-
     def describe_slots(self) -> list[str]:
         """The slots in words, once a step has begun; which messages have none."""
-        if not self._slots:
+        if not self.slots:
             return []
         count, slotted = sum(queue.expected for queue in self._receiving), len(self.buffers.arrivals)
-        nbytes = sum(slot.nbytes for slot in self._slots.values())
-        line = f"received: {slotted} of {count} messages of a step in {len(self._slots)} slots, {nbytes:,} bytes"
+        nbytes = sum(slot.nbytes for slot in self.slots.values())
+        line = f"received: {slotted} of {count} messages of a step in {len(self.slots)} slots, {nbytes:,} bytes"
         others = sorted({str(queue.edge) for queue in self._receiving if len(queue.slots) < queue.expected})
         return [line + (f"; edges {', '.join(others)} have memory of their own" if others else "")]
 
@@ -295,15 +262,15 @@ class BoundPosition:
         """Once: the memory of each message's slot, by lane in the order in which its receives are posted."""
         if self._in_order or not self.buffers.arrivals:
             return
-        self._slots = {number: Slot() for number in sorted(self.buffers.sizes)}
+        self.slots = {number: Slot() for number in sorted(self.buffers.sizes)}
         for message, slot in self.buffers.slot_of.items():
-            self._queue_of(message).slots[self.plan.piece_of(message.action)] = self._slots[slot]
+            self._queue_of(message).slots[self.plan.piece_of(message.action)] = self.slots[slot]
         for action in self.actions:
             if action.kind in (ActionKind.RECV_F, ActionKind.RECV_B):
                 for queue in self.receives_of(action):
                     assert queue.ahead is not None  # by `start`
                     own = queue.slots.get(self.plan.piece_of(action))
-                    self._in_order.setdefault(queue.ahead, []).append(own)
+                    self._in_order[queue.ahead].append(own)
 
     def _bind(self, queue: RecvQueue) -> ReceivesAhead:
         """Have the queues of one port, which are of several edges between two ranks, post in one order."""
@@ -321,7 +288,7 @@ class BoundPosition:
             beside()
 
     def set_deadline(self, seconds: float | None) -> None:
-        """Give every message this deadline; None is the communicator's own."""
+        """Give every message this deadline."""
         self.deadline = seconds
         for queue in self._queues:
             queue.deadline = seconds

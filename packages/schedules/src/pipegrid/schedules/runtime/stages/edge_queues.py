@@ -17,7 +17,7 @@ from pipegrid.reshard import SPLIT_SIZES
 from pipegrid.schedules.errors import StageOutputError
 from pipegrid.schedules.runtime.stages.deallocation import PendingFree
 from pipegrid.schedules.runtime.stages.hooks import MessageHook
-from pipegrid.schedules.runtime.stages.payloads import flatten, map_tensors, unpacked
+from pipegrid.schedules.runtime.stages.payloads import flatten, map_tensors, piece_name, unpacked
 from pipegrid.schedules.runtime.stages.reused import is_shared, num_holders
 from pipegrid.transport.base import Communicator, Port
 from pipegrid.transport.messages.slot import Slot
@@ -33,13 +33,9 @@ _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 class ReceivesAhead:
     """The receives of one port, in the order of the plan, whichever edges it serves.
 
-    Where the port allows it (`P2PConfig.receives_ahead`), the next ones are posted before their turn, from the start of
-    a step on: a message then finds its buffer. They are receives of this step, so none is left over.
-
-    Attributes:
-        port: of one or several edges.
-        early: those that are posted, and whose turn has not come.
-        unposted: how many of the step are not.
+    Where the port allows it (`P2PConfig.receives_ahead`), the next ones of a step are posted before their turn: a
+    message then finds its buffer. ``early``: those that are posted, and whose turn has not come; ``unposted``: how many
+    of the step are not.
     """
 
     port: Port
@@ -62,7 +58,7 @@ class ReceivesAhead:
         return getattr(self.port, "ahead", 0)
 
     def start(self, expected: int, slots: Sequence[Slot | None] = ()) -> None:
-        """Post the first ones of a step that ``expected`` so many; ``slots``: where they are to arrive, in order."""
+        """Post the first ones of a step that has ``expected``; ``slots``: where they are to arrive, in order."""
         if slots:
             self._slots = iter(slots)
         self.irecv = self._to_slot if slots else self.port.irecv
@@ -85,8 +81,10 @@ class RecvQueue:
     Attributes:
         replica: that of the other end; None is this rank's own.
         expected: the receives of the plan.
-        ahead: posts the receives of the port, before their turn where it allows that.
         agree: called before the first message of a step is used: raises unless the ranks that sent it run this step.
+        lends: the pieces whose buffers the plan gives back, where nothing reads them any more.
+        slots: where pieces arrive, if not in memory of a lane.
+        source: the queue at the other end, of a stage on the same position.
     """
 
     edge: Edge
@@ -96,13 +94,10 @@ class RecvQueue:
     hooks: Sequence[MessageHook] = ()
     local: bool = False
     lends: set[int] = field(factory=set, init=False)
-    """The pieces whose buffers the plan gives back, where nothing reads them any more."""
     slots: dict[int, Slot] = field(factory=dict, init=False)
-    """Where pieces arrive, if not in memory of a lane."""
     ahead: ReceivesAhead | None = field(default=None, init=False)
     _lent: dict[int, tuple[ReusableReceive, list[tuple[torch.Tensor, int]]]] = field(factory=dict, init=False)
     source: SendQueue | None = field(default=None, init=False)
-    """The queue at the other end, of a stage on the same position."""
     replica: int | None = None
     expected: int = 0
     agree: Callable[[], None] | None = None
@@ -174,27 +169,19 @@ class RecvQueue:
 
 @define(eq=False)
 class Output:
-    """A tensor that a stage has returned, before its message is seen to have left.
+    """A tensor that a stage has returned, before its message is seen to have left."""
 
-    Attributes:
-        tensor: without its graph.
-        version: the count of changes in place, which tensors of one memory share; None where torch has none.
-        address: of its memory; 0 where the same may come again unchanged.
-        piece: which, and ``queue``, where from.
-    """
-
-    tensor: torch.Tensor
-    version: int | None
-    address: int
+    tensor: torch.Tensor  # without its graph
+    version: int | None  # the count of changes in place, which tensors of one memory share; None where torch has none
+    address: int  # of its memory; 0 where the same may come again unchanged
     piece: int
     queue: SendQueue
 
     def written(self) -> StageOutputError:
         """The error of a stage that has written into it."""
-        queue = self.queue
-        stage, direction = queue.returned_by
+        queue, (stage, direction) = self.queue, self.queue.returned_by
         what = "its output" if direction is Direction.FORWARD else "the gradient of its input"
-        name = self.piece if queue.num_slices == 1 else "{}.{}".format(*divmod(self.piece, queue.num_slices))
+        name = piece_name(self.piece, queue.num_slices)
         return StageOutputError(
             f"stage {stage} wrote again into {what} of microbatch {name} before edge {queue.edge} had carried it; "
             "return a tensor of its own for each microbatch, such as output.clone(), or set clone_outputs=True"
@@ -215,8 +202,7 @@ class SendQueue:
     for sends that block until received) and bounds the memory that messages hold. Of sends of at most 64 KB it is 16,
     where no hook asks for their ends, since several waits in a row cost little more than one.
     On a device with streams (``in_streams``) no send is waited for before the end of the step: the host's lead bounds
-    those under way. ``replica``: that of the other end; None is this rank's own. ``places``: what is pending of all
-    queues of a position, by address.
+    those under way. ``places``: what is pending of all queues of a position, by address.
     """
 
     edge: Edge

@@ -17,7 +17,7 @@ from pipegrid.autograd import WeightHalf, input_path_of, require_splittable
 from pipegrid.core.edge import Edge
 from pipegrid.schedules.errors import StageOutputError
 from pipegrid.schedules.runtime.stages.offload import Offload
-from pipegrid.schedules.runtime.stages.payloads import flatten
+from pipegrid.schedules.runtime.stages.payloads import flatten, piece_name
 from pipegrid.schedules.runtime.stages.slices import Kept, Slice
 from pipegrid.schedules.runtime.stages.stage import Stage, check_loss, modules_of, trainable
 from pipegrid.transport.protocol import Payload
@@ -34,16 +34,10 @@ class InFlight(NamedTuple):
     """A piece between its forward and its backward: the start and the end of the backward.
 
     Without the outputs: the graph keeps those that it needs, and the others go after their send.
-
-    Attributes:
-        inputs: per edge that carries a gradient back, what has come along it.
-        roots: per edge by which a gradient comes, the starts in what has left along it.
-        loss: of the stage itself.
-        part: the slice, in a plan with slices.
     """
 
-    inputs: Sequence[Payload]
-    roots: Sequence[Sequence[Root | None]]
+    inputs: Sequence[Payload]  # per edge that carries a gradient back, what has come along it
+    roots: Sequence[Sequence[Root | None]]  # per edge by which a gradient comes, the starts in what has left along it
     loss: torch.Tensor | None
     part: Slice | None = None
 
@@ -64,9 +58,7 @@ class ActivationsInFlight:
         gradient_edges: the outgoing edges by which gradients come.
         splits: whether the plan runs backwards in halves.
         copiers: the streams of copies to the host and back; None on a device without streams.
-        live: the pieces, by number.
         halves: what ``I`` leaves for ``W``, by piece.
-        offloads: what is on the host or on its way, by piece.
         kept: what the slices of each microbatch have kept for the later ones.
         suspected: an earlier step had outputs with a graph, and the last one none: its next forward is watched, and
             ``ran`` is a parameter to train of a module that runs there.
@@ -98,10 +90,6 @@ class ActivationsInFlight:
         self.offloads.clear()
         self.kept.clear()
 
-    def name(self, piece: int) -> int | str:
-        """How a plan writes it: ``7``, or slice 2 of it as ``7.2``."""
-        return piece if self.num_slices == 1 else "{}.{}".format(*divmod(piece, self.num_slices))
-
     def slice_of(self, piece: int, *, training: bool) -> Slice:
         """The slice of a forward, with what the earlier slices of its microbatch have kept."""
         microbatch, index = divmod(piece, self.num_slices)
@@ -122,7 +110,7 @@ class ActivationsInFlight:
             StageOutputError: what the stage returned has no backward, or none in halves.
         """
         if loss is not None or not payloads:  # a last stage
-            check_loss(loss, self.number, piece if self.num_slices == 1 else self.name(piece))
+            check_loss(loss, self.number, piece if self.num_slices == 1 else piece_name(piece, self.num_slices))
         roots: list[Sequence[Root | None]] = []
         for index in answered:
             payload = payloads[index]
@@ -135,17 +123,6 @@ class ActivationsInFlight:
         if self.splits and not self._looked_at:
             self._looked_at = True
             self.require_splittable(input_path_of(live.starts(), differentiable(live.inputs)))
-
-    def take(self, piece: int) -> InFlight:
-        """The state of a piece whose backward begins, once what it has saved is back."""
-        if self.offloads and (offload := self.offloads.pop(piece, None)) is not None:
-            offload.wait()
-        return self.live.pop(piece)
-
-    def forget(self, part: Slice, piece: int) -> None:
-        """Forget a microbatch after the backward of its first slice, which is the last to run."""
-        if part.is_first:
-            del self.kept[piece // self.num_slices]
 
     def offload(self, piece: int) -> None:
         """``OFFLOAD``: start to copy what the forward has saved to the host."""
@@ -174,10 +151,9 @@ class ActivationsInFlight:
         Judged at the last forward: one microbatch alone may well need no gradient (a text without images). So may a
         later step, unless modules with such parameters run in the one behind it.
         """
-        for part in roots:
-            if part.count(None) < len(part):
-                self._rooted, self._was_rooted, self.suspected = True, True, False
-                return
+        if any(root is not None for part in roots for root in part):
+            self._rooted, self._was_rooted, self.suspected = True, True, False
+            return
         sent = flatten([payloads[index] for index in answered])
         self._rootless += any(tensor is not None and tensor.numel() > 0 for tensor in sent)
         if self._rootless < self.num_pieces:

@@ -214,9 +214,10 @@ class StageRunner:
         except CheckpointError as error:
             if live.part is None:
                 raise
+            name = piece_name(piece, self._num_slices)
             raise StageOutputError(
-                f"stage {self.number} checkpoints activations that read keys and values, and its backward in halves "
-                f"of slice {piece_name(piece, self._num_slices)} would recompute them twice; seq1f1b has whole backwards"
+                f"stage {self.number} checkpoints activations that read keys and values, and its backward of slice "
+                f"{name} in halves would recompute them twice; seq1f1b has whole backwards"
             ) from error
         self.flight.halves[piece] = half
         for leaf, gradient in zip(read, found[len(inputs) :], strict=True):

@@ -37,8 +37,7 @@ class LossSums:
     Attributes:
         start: starts to add up what all ranks have found, from the ``info`` of each loss of this one; what it returns
             waits for the sums: float64, of which the second is that of the tokens.
-        early: it is called behind the last forward of this rank and the next send; else behind its last backward.
-        begun: it was called.
+        early: start behind the last forward of this rank and the next send; else behind its last backward.
     """
 
     start: Callable[[list[Any]], Callable[[], torch.Tensor]]
@@ -59,18 +58,13 @@ class LossSums:
         return self._found
 
     def tokens(self) -> torch.Tensor:
-        """Those of the job."""
+        """The tokens of the job."""
         return self.wait()[1]
 
 
 @define(eq=False)
 class LastStep:
-    """What a caller that holds its models and a `PipelineConfig` keeps of the last step that has trained them.
-
-    Attributes:
-        prepared: what the step was run by.
-        gradients: of the models, for a step that is run by the same and finds nothing changed in them.
-    """
+    """What a caller that holds its models and a `PipelineConfig` keeps of the last step that has trained them."""
 
     prepared: object = field(default=None, init=False)
     gradients: StepGradients | None = field(default=None, init=False)
@@ -108,8 +102,7 @@ def step_key(
 ) -> tuple[object, ...]:
     """What decides how ``call`` runs: plain values, in which models are weak references.
 
-    ``nesting``: how its ``models`` are nested in it (`flat`); ``config``: of the first, with ``options`` (`options_of`)
-    and whether data is by unit.
+    ``nesting``: of its ``models`` (`flat`); ``config``: of the first, with its ``options`` (`options_of`).
     """
     return (
         kind,
@@ -141,29 +134,19 @@ def flat(model: Any) -> tuple[object, tuple[Any, ...]]:
         return len(model), tuple(model)
     if isinstance(model, torch.nn.Module) or not isinstance(model, Mapping):
         return "one", (model,)
-    forms: list[tuple[Any, object]] = []
-    models: list[Any] = []
-    for name, value in model.items():
-        form, held = flat(value)
-        forms.append((name, form))
-        models += held
-    return tuple(forms), tuple(models)
+    inside = [(name, *flat(value)) for name, value in model.items()]
+    return tuple((name, form) for name, form, _ in inside), tuple(each for _, _, held in inside for each in held)
 
 
 def by_stage(held: Mapping[str, Sequence[int]], value: Any, name: str) -> dict[int, Any]:
     """The argument ``name`` by stage: an entry of a mapping by module, or one object for all stages of this rank.
 
-    Of a module with several stages on this rank, an entry (or the object, of a single module) is a list with one
-    item for each, or None; else StepArgumentError. Of a module with one, a list or tuple of one is its item; other
-    sequences (``range(100)``, a data set) are values.
-
-    ``held``: the stages on this rank by module.
+    Of a module with several stages on this rank (``held``) it is a list with one item for each, or None; else
+    StepArgumentError. Of a module with one a list or tuple of one is its item; other sequences are values.
     """
     by_module = value if isinstance(value, Mapping) else dict.fromkeys(held, value)
     if set(by_module) != set(held):
-        raise StepArgumentError(
-            f"{name} has entries for {sorted(by_module)}; this rank runs the modules {sorted(held)}"
-        )
+        raise StepArgumentError(f"{name} has entries for {sorted(by_module)}; this rank runs modules {sorted(held)}")
     found: dict[int, Any] = {}
     for module, stages in held.items():
         item = by_module[module]
@@ -195,7 +178,7 @@ def models_by_stage(kind: StepKind, place: Place, model: Any) -> dict[int, Any]:
 
 
 _FITTING: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-"""Functions whose signature was found right, by how many arguments they are called with."""
+"""Functions whose signature fits, by how many arguments they are called with."""
 
 
 def require_forward_step(forward_step_func: Any, *, checkpoints: bool) -> None:
@@ -239,9 +222,7 @@ def require_compatible(kind: StepKind, place: Place, call: StepCall, models: Map
     """Raise StepArgumentError for arguments and options of the config that exclude each other."""
     if call.adjust_tensor_shapes_fn is not None:
         if kind == NO_PIPELINE:
-            raise StepArgumentError(
-                "adjust_tensor_shapes_fn adjusts shapes of messages; without a pipeline there are none"
-            )
+            raise StepArgumentError("adjust_tensor_shapes_fn adjusts messages; without a pipeline there are none")
         if len(place.graph.modules) > 1:
             raise StepArgumentError(
                 "adjust_tensor_shapes_fn has one list of shapes, and the modules of a graph have one each; neighbours "
@@ -275,9 +256,7 @@ def require_sliced(models: Mapping[int, Any], config: Any, num_slices: int) -> N
     for name in (CHECKPOINTS, "no_sync_func", "defer_embedding_wgrad_compute", "shard"):
         value = option(config, name)
         if value is not None and value is not False:
-            raise StepArgumentError(
-                f"config.{name} is set, which counts whole microbatches: num_slices is {num_slices}"
-            )
+            raise StepArgumentError(f"config.{name} is set, which counts whole microbatches: {num_slices=}")
     for stage, model in models.items():
         if not modules_with(model.modules(), "current_slice")["current_slice"]:
             raise StepArgumentError(
@@ -323,8 +302,7 @@ _FUNCTIONS = (
 def options_of(config: Any) -> tuple[object, ...]:
     """The options of a config that decide how a step runs.
 
-    Of functions and hooks only whether there are any: a call uses those of its own config. Of tied parameters their
-    copies, by identity.
+    Of functions and hooks only whether there are any: a call uses those of its own config.
     """
     hooks = option(config, "hooks")
     return (
@@ -341,7 +319,6 @@ _GROUPS = ("dp", "dp_cp", "cp", "tp", "expt_dp", "expt_tp")
 
 
 def _groups(pg_collection: Any) -> tuple[object, ...]:
-    """The process groups of a collection, or of each module's."""
     by_name = collections_by_name(pg_collection)
     held = {"": pg_collection} if by_name is None else by_name
     return *held, *[getattr(collection, name, None) for collection in held.values() for name in _GROUPS]

@@ -74,10 +74,9 @@ _BACKWARDS = (ActionKind.B, ActionKind.I, ActionKind.W, ActionKind.REDUCE_GRAD)
 
 
 def last_backwards(plan: Plan, position: int) -> dict[int, int]:
-    """The stage whose gradients are whole, by the place of the last action that can add to them; in the plan's order.
+    """By the place (in `Plan.actions`) of the last action that can add to gradients of a stage, that stage; in order.
 
-    By its place in `Plan.actions`: all ``REDUCE_GRAD`` of a stage are equal. Where replicas differ, the ``REDUCE`` over
-    them comes after their last backwards.
+    Where replicas differ, that is the ``REDUCE`` over them, which comes after their last backwards.
     """
     kinds = _BACKWARDS if plan.num_replicas == 1 else {ActionKind.REDUCE}
     last = {
@@ -92,11 +91,8 @@ def last_backwards(plan: Plan, position: int) -> dict[int, int]:
 class ModelState:
     """What the prepared steps of one model share.
 
-    Attributes:
-        compared: how this rank finishes gradients, by module, as the replicas have compared it; None before. For all
-            steps: where one of the replicas alone has prepared another, its comparison would meet a reduction of the
-            others.
-        running: inside a step.
+    ``compared``: how this rank finishes gradients, by module, as the replicas have compared it; None before. For all
+    steps: where one of the replicas alone has prepared another, its comparison would meet a reduction of the others.
     """
 
     compared: Mapping[str, object] | None = None
@@ -122,11 +118,7 @@ def prepared_step(kind: StepKind, call: StepCall) -> tuple[PreparedStep, Any]:
 
     Those on other communicators are dropped: a model trains through one at a time.
 
-    Returns:
-        It, and the config of the first model.
-
-    Raises:
-        StepArgumentError: a model has no config; as `PreparedStep`.
+    With it comes the config of the first model.
     """
     nesting, models = flat(call.model)
     first = models[0] if models else None
@@ -152,10 +144,9 @@ def prepared_step(kind: StepKind, call: StepCall) -> tuple[PreparedStep, Any]:
 
 def _has_unit_batches(data_iterator: Any) -> bool:
     """Whether an argument ``data_iterator`` is `UnitBatches`, of one stage at least."""
-    if isinstance(data_iterator, Mapping):
-        return any(map(_has_unit_batches, data_iterator.values()))
-    if isinstance(data_iterator, (list, tuple)):
-        return any(map(_has_unit_batches, data_iterator))
+    if isinstance(data_iterator, (Mapping, list, tuple)):
+        each = data_iterator.values() if isinstance(data_iterator, Mapping) else data_iterator
+        return any(map(_has_unit_batches, each))
     return isinstance(data_iterator, UnitBatches)
 
 
@@ -179,23 +170,16 @@ class PreparedStep:
     """A proved plan, its runtime and stages, and the policy of gradients: for all calls with an equal key.
 
     Attributes:
-        key: what a later call is compared with.
         state: shared with the other steps of the model.
-        place: this rank's stages in the job.
         routes: where replicas differ; None where they act alike.
         actor: the row of the plan that this rank runs.
-        policy: of gradients; None in an evaluation.
-        agreement: what neighbours compare of the policy.
-        autocasts: forwards run in an autocast context.
+        policy: of gradients; None in an evaluation. Neighbours compare its ``agreement``.
         hooked: calls have hooks, of the config or of the step function.
-        watches: attached losses are looked for.
+        watches: attached losses are looked for; ``attaches``: there are scalers of them.
         expected: the shape of sent messages, where the arguments fix it.
-        checkpoints: the config has `CHECKPOINTS`, so ``forward_step_func`` has a third argument.
-        defers: gradients of the embedding are computed after the last backward.
-        attaches: there are scalers of attached losses.
+        checkpoints: ``forward_step_func`` has a third argument.
         early: reductions begin in the last backwards.
         by_unit: gradients are added in the order of units.
-        syncs_parameters: the config has a ``param_sync_func``; ``syncs_gradients``: a ``grad_sync_func``.
     """
 
     def __init__(self, kind: StepKind, call: StepCall, state: ModelState) -> None:
@@ -375,7 +359,7 @@ class PreparedStep:
         return option(self._config, name)(*arguments)
 
     def _reducers(self) -> dict[int | str, Callable[[], None]]:
-        """The effects of the plan's reductions: `last_backwards` has those over replicas, which begin behind them."""
+        """The effects of the plan's reductions; those over replicas begin behind `last_backwards`."""
         found: dict[int | str, Callable[[], None]] = {name: partial(self._reduce, name) for name in self.ties}
         for action in self.plan.actions(self.actor):
             if action.kind is ActionKind.REDUCE and action.group is None:

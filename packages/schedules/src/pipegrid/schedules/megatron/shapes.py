@@ -19,10 +19,7 @@ Shape: TypeAlias = tuple[int, ...]
 
 @frozen
 class AnnouncedShapes:
-    """Shapes of a stage's received and sent tensors by ``adjust_tensor_shapes_fn``, checked against the messages.
-
-    An empty shape (``variable_seq_lengths``) matches any.
-    """
+    """Shapes of a stage's messages by ``adjust_tensor_shapes_fn``; an empty one (``variable_seq_lengths``) fits any."""
 
     received: tuple[Shape, ...]
     sent: tuple[Shape, ...]
@@ -43,24 +40,19 @@ def announced_shapes(adjust: Callable[..., Any], shapes: Sequence[Shape]) -> Ann
     """Shapes from ``adjust(receive_shapes, send_shapes)``, applied to those of the arguments (`get_tensor_shapes`)."""
     adjusted = adjust(list(shapes), list(shapes))
     try:
-        received, sent = adjusted
-        return AnnouncedShapes(_as_shapes(received), _as_shapes(sent))
+        received, sent = (tuple(tuple(map(int, shape)) for shape in each) for each in adjusted)
+        return AnnouncedShapes(received, sent)
     except (TypeError, ValueError):
         raise StepArgumentError(
             f"adjust_tensor_shapes_fn returned {adjusted!r}; expected (receive shapes, send shapes)"
         ) from None
 
 
-def _as_shapes(shapes: Any) -> tuple[Shape, ...]:
-    return tuple(tuple(int(size) for size in shape) for shape in shapes)
-
-
 @frozen
 class SentShape:
-    """Shape of the one tensor that a stage sends: the tokens of a microbatch on this rank, then ``hidden_size``.
+    """Shape of the one tensor that a stage sends: tokens of a microbatch, on any leading axes, then ``hidden_size``.
 
-    Tokens may be on any leading axes: ``(sequence, batch)``, ``(batch, sequence)``, or one. ``exact`` is False where
-    the groups that share a sequence are unknown; then any even share matches.
+    ``exact`` is False where the groups that share a sequence are unknown; then any even share matches.
     """
 
     sequences: tuple[int, ...]
@@ -105,8 +97,8 @@ def sent_shape(
     A config fixes it with a ``hidden_size`` and an explicit ``variable_seq_lengths=False``: that of another library may
     have a ``hidden_size`` that is unrelated to messages. The sequence is the encoder's or the decoder's.
     """
-    hidden_size = option(config, "hidden_size")
-    fixed = getattr(config, "variable_seq_lengths", None) is False and option(config, "shapes") in (None, *_FIXED)
+    hidden_size, shapes = option(config, "hidden_size"), option(config, "shapes")
+    fixed = getattr(config, "variable_seq_lengths", None) is False and shapes in (None, "given", "agreed")
     if hidden_size is None or not fixed:
         return None
     shared = [cp_group, *([tp_group] if option(config, "sequence_parallel") else [])]
@@ -122,7 +114,3 @@ def sent_shape(
         checked(hidden_size, Count, "config.hidden_size", StepArgumentError),
         exact,
     )
-
-
-_FIXED = ("given", "agreed")
-"""Values of ``config.shapes`` with one shape for all messages."""

@@ -29,16 +29,10 @@ _DIFFERENT = "the ranks do not run the same step"
 
 @define(eq=False)
 class StepAgreement:
-    """Compares a step with the ranks at the other ends of this rank's edges.
+    """Compares a step with the ranks at the other ends of this rank's edges, where the communicator knows them.
 
-    Where the communicator has no ``neighbours(edges)`` (positions within one process) nothing is compared.
-
-    Attributes:
-        edges: those to other positions of this replica.
-        across: those to another replica, each with that.
-        receives: the queues whose messages are used when the ranks at their other ends are known to agree.
-        rank: this rank; None in one process.
-        deadline: seconds to wait for what a neighbour says.
+    ``across``: edges to another replica, each with that. ``receives``: the queues whose messages are used when the
+    ranks at their other ends are known to agree. ``deadline``: seconds to wait for what a neighbour says.
     """
 
     plan: Plan
@@ -65,11 +59,10 @@ class StepAgreement:
             P2PError: a lane has failed before, or the communicator was closed.
         """
         if self._said != (kind, agree, batch):
-            self._said, self._batch = (kind, agree, batch), batch
-            self._what = (
-                f"{kind} of {self.plan.num_microbatches} microbatches (plan {self.plan.digest}){agree and f' {agree}'}"
-            )
-            self._signature = batch and _digest(f"{self._what} {batch}")
+            self._said, self._batch, plan = (kind, agree, batch), batch, self.plan
+            self._what = f"{kind} of {plan.num_microbatches} microbatches (plan {plan.digest}){agree and f' {agree}'}"
+            signed = hashlib.blake2b(f"{self._what} {batch}".encode(), digest_size=6)
+            self._signature = batch and signed.hexdigest()
         if self._neighbours is None:
             self._neighbours = self._connect()
         for one in self._neighbours:
@@ -90,13 +83,11 @@ class StepAgreement:
         elif self.edges:
             found = self.communicator.neighbours(self.edges)
         for queue in () if found is None else self.receives:
-            if not queue.local:
-                own = (
-                    self.communicator.neighbours([queue.edge])
-                    if queue.replica is None
-                    else self.communicator.neighbours_across([], [(queue.edge, queue.replica)])
-                )
-                self._of_queues += [] if own is None else [(queue, partial(self._hear, own))]
+            if queue.replica is not None:
+                own = self.communicator.neighbours_across([], [(queue.edge, queue.replica)])
+            else:
+                own = None if queue.local else self.communicator.neighbours([queue.edge])
+            self._of_queues += [] if own is None else [(queue, partial(self._hear, own))]
         return found or ()
 
     def end(self) -> None:
@@ -119,7 +110,7 @@ class StepAgreement:
             raise DisagreementError(self._difference(others))
 
     def look_again(self, told: str | None) -> str | None:
-        """The difference between this rank's failed step and the others', None where there is none or none is known.
+        """The known difference between this rank's failed step and the others'.
 
         ``told``: why a neighbour has ended this step, which it may have found out first.
         """
@@ -150,7 +141,3 @@ class StepAgreement:
             f"{_DIFFERENT}: {'; '.join(by_text(own | others))}. Give every rank the same "
             "plan, and call step() and eval() in one order; rebuild the communicator and the runtime first"
         )
-
-
-def _digest(text: str) -> str:
-    return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()

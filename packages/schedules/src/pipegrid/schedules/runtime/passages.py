@@ -6,6 +6,7 @@ edges than others, and one that moves comes from another replica, or goes there.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
@@ -15,17 +16,12 @@ from pipegrid.plans.plan.dataflow import BACKWARD, FORWARD, EdgeFlow, dataflow_o
 
 
 class Way(NamedTuple):
-    """One direction of an edge, as an actor has it.
-
-    Attributes:
-        replica: of the other end; None is the actor's own.
-        local: both ends are the actor itself.
-    """
+    """One direction of an edge, as an actor has it."""
 
     edge: Edge
     direction: Direction
-    replica: int | None
-    local: bool = False
+    replica: int | None  # of the other end; None is the actor's own
+    local: bool = False  # both ends are the actor itself
 
     @property
     def back(self) -> Way:
@@ -41,13 +37,9 @@ class Passage(NamedTuple):
 
 
 class ActorFlows:
-    """What comes to one actor of a plan and what leaves it.
+    """What comes to one actor of a plan, or position, where replicas act alike, and what leaves it.
 
-    Attributes:
-        actor: its number; a position, where all replicas act alike.
-        flows: all flows of the plan.
-        receives: all ways to the actor, in the order of the flows.
-        sends: all ways from the actor, likewise.
+    ``receives`` and ``sends`` are all ways to and from the actor, in the order of the ``flows`` of the plan.
     """
 
     def __init__(self, plan: Plan, actor: int) -> None:
@@ -87,10 +79,7 @@ class ActorFlows:
 
         Those of one edge come in the order of the first units that they serve, in which their gradients are summed.
         """
-        arriving, leaving = (
-            [(flow, message) for flow, message in between(stage, FORWARD, piece)]
-            for between in (self.flows.arriving, self.flows.leaving)
-        )
+        arriving, leaving = self.flows.arriving(stage, FORWARD, piece), self.flows.leaving(stage, FORWARD, piece)
         return Passage(
             tuple(dict.fromkeys(way for flow, _ in arriving for way in self._ways(flow, sends=False))),
             tuple(way for flow, message in leaving for way in self._by_unit(flow, message)),
@@ -98,11 +87,11 @@ class ActorFlows:
 
     def calls(self, stage: int) -> dict[Way, dict[int, int]]:
         """Of the ways to ``stage`` along which one call serves several pieces: by piece, that call."""
-        found: dict[Way, dict[int, int]] = {}
+        found: dict[Way, dict[int, int]] = defaultdict(dict)
         for piece in self.plan.pieces_at(stage, self.actor) if self.flows.routed else ():
             for flow, message in self.flows.arriving(stage, FORWARD, piece):
                 for way in self._ways(flow, sends=False) if flow.served else ():
-                    found.setdefault(way, {})[piece] = message
+                    found[way][piece] = message
         return found
 
     def _by_unit(self, flow: EdgeFlow, message: int) -> Iterable[Way]:

@@ -1,8 +1,4 @@
-"""Execute a verified plan: exactly its actions, in its order.
-
-A plan says what this rank's position does, a `Stage` what a forward is; a `Communicator` moves payloads along edges.
-At construction every action is bound to what it does, so that a step only calls.
-"""
+"""Execute a verified plan: exactly its actions, in its order. Each is bound once to what it does; a step only calls."""
 
 from __future__ import annotations
 
@@ -56,9 +52,7 @@ _COMPILATION = 600.0
 
 def _rank_of(communicator: Communicator, monitor: Monitor | None) -> int | None:
     """This rank, as the communicator, the monitor or the default process group knows it; None in one process."""
-    rank = communicator.rank
-    if rank is None and monitor is not None:
-        return monitor.rank
+    rank = monitor.rank if communicator.rank is None and monitor is not None else communicator.rank
     if rank is None and torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_rank()
     return rank
@@ -159,15 +153,9 @@ class PipelineRuntime:
         self._announce = () if monitor is None else (monitor.announce,)
         self._program, self._forwards = programs(self._bound, self._hooks, self._effects, self._paired, self._announce)
         rank = _rank_of(communicator, monitor)
-        self._agreement = StepAgreement(
-            self.plan,
-            communicator,
-            self._bound.outside,
-            self._bound.across,
-            tuple(self._bound.receives.values()),
-            rank,
-            deadline or communicator.deadline,
-        )
+        bound, seconds = self._bound, deadline or communicator.deadline
+        receives = tuple(bound.receives.values())
+        self._agreement = StepAgreement(self.plan, communicator, bound.outside, bound.across, receives, rank, seconds)
         self._recorder = FlightRecorder(None if failure_dir is None else Path(failure_dir), rank, communicator)
         self._cursor = Cursor(self.plan, rank, self.position, self._program)
         self._failures = StepFailures(self._bound, self._cursor, monitor, self._agreement, self._recorder, alone=alone)
@@ -235,27 +223,20 @@ class PipelineRuntime:
     def describe(self) -> str:
         """What is proved of the plan and, after a step, the memory of received messages where that is used again.
 
-        And which stages do not run their backwards in halves as planned.
-
-        The cost of that is in forwards of a position, where ``F``, ``I`` and ``W`` take one each.
+        And which stages do not run their backwards in halves as planned; what that costs is in forwards of a position,
+        where ``F``, ``I`` and ``W`` take one each.
         """
         lines = [str(self.proof), *self._bound.describe_slots()]
         whole = [number for number, own in self._bound.runners.items() if any(runner.compiled for runner in own)]
         if whole:
             costs, count = unit_costs(self.plan), self.plan.num_stages
             shares = costs.per_stage("I", count)
-            changed = evolve(
-                costs,
-                I=[2 * share if stage in whole else share for stage, share in enumerate(shares)],
-                W=[0.0 if stage in whole else share for stage, share in enumerate(shares)],
-            )
+            at_i = [2 * share if stage in whole else share for stage, share in enumerate(shares)]
+            changed = evolve(costs, I=at_i, W=[0.0 if stage in whole else share for stage, share in enumerate(shares)])
             before, after = (simulate(self.plan, each).makespan for each in (costs, changed))
-            lines += [
-                f"stage {number}: a compiled region runs whole at I ("
-                f"{', '.join(compiled_modules(getattr(self._stages[number], 'model', None))) or 'in the stage'}), and "
-                "W computes nothing"
-                for number in whole
-            ]
+            for number in whole:
+                regions = ", ".join(compiled_modules(getattr(self._stages[number], "model", None))) or "in the stage"
+                lines.append(f"stage {number}: a compiled region runs whole at I ({regions}), and W computes nothing")
             lines.append(f"with whole backwards there, a step takes {after:g} forwards in place of {before:g}")
         return "\n".join(lines)
 
@@ -287,7 +268,7 @@ class PipelineRuntime:
             GradientError: a stage has a wrapper that would reduce the wrong gradients; nothing was sent.
         """
         require_bare(self._bare)
-        self._run(grad=True, start=start, finish=finish, beside=beside, agree=agree, batch=batch)
+        self._run(True, start, finish, beside, agree, batch)
 
     def warm_up(self, payloads: Mapping[Edge, Payload] | None = None) -> None:
         """Run a forward and a backward of each stage of this rank, without a message; before the first step.
@@ -314,7 +295,7 @@ class PipelineRuntime:
         Raises:
             DisagreementError, PipelineError, JobFailedError: as `step`.
         """
-        self._run(grad=False, beside=beside, batch=batch)
+        self._run(False, None, None, beside, "", batch)
 
     def check(self) -> None:
         """Raise if this runtime or, with a monitor, the job has failed: for calls before an update of parameters.
@@ -333,14 +314,7 @@ class PipelineRuntime:
         return PipelineError(f"{what} inside a step, at {self.where}: a runtime runs one step at a time")
 
     def _run(
-        self,
-        *,
-        grad: bool,
-        start: Call | None = None,
-        finish: Call | None = None,
-        beside: Call | None = None,
-        agree: str = "",
-        batch: str | None = None,
+        self, grad: bool, start: Call | None, finish: Call | None, beside: Call | None, agree: str, batch: str | None
     ) -> None:
         if not self._one_step.acquire(blocking=False):
             raise self._inside("step() or eval()")
@@ -356,7 +330,11 @@ class PipelineRuntime:
                 self._cold.discard(grad)
             cursor.program, cursor.at = program, -1
             if self._monitor is not None:
-                self._watch()
+                try:
+                    self._monitor.begin(self.plan, where=lambda: self.where, abort=self._failures.abort)
+                except JobFailedError as error:
+                    self._recorder.record(self.plan, str(error), line_of(error), self.where)
+                    raise
             try:
                 if start is not None:  # first: a neighbour's difference could end one replica, and leave another in it
                     start()
@@ -386,15 +364,6 @@ class PipelineRuntime:
                 self._monitor.end()
         finally:
             self._one_step.release()
-
-    def _watch(self) -> None:
-        """Have the monitor watch this step."""
-        assert self._monitor is not None
-        try:
-            self._monitor.begin(self.plan, where=lambda: self.where, abort=self._failures.abort)
-        except JobFailedError as error:
-            self._recorder.record(self.plan, str(error), line_of(error), self.where)
-            raise
 
     def _allow_compilation(self, *, first: bool) -> None:
         """Messages of the first step have at least 600 s where stages are compiled, on CUDA 30 minutes.

@@ -12,7 +12,7 @@ saved-tensor hook (checkpointed ones, say); and tensors of a subclass of `torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -63,7 +63,7 @@ class Offload:
 
     def out(self) -> None:
         """Start to copy to the host; raises, as torch's backward would, where a saved tensor was modified in place."""
-        nodes = list(_nodes(self._starts))
+        nodes = graph_nodes(self._starts)
         for node in nodes:
             leaf = getattr(node, "variable", None)
             if leaf is not None and _is_plain(leaf):
@@ -133,14 +133,13 @@ def _key(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def _nodes(starts: Iterable[Node]) -> Iterator[Node]:
+def graph_nodes(starts: Iterable[Node]) -> list[Node]:
     """Every node of a graph."""
-    seen = set(starts)
-    ahead = list(seen)
-    while ahead:
-        node = ahead.pop()
-        yield node
-        for after, _ in node.next_functions:
-            if after is not None and after not in seen:
-                seen.add(after)
-                ahead.append(after)
+    left = list(starts)
+    seen = dict.fromkeys(left)
+    while left:
+        for node, _ in left.pop().next_functions:
+            if node is not None and node not in seen:
+                seen[node] = None
+                left.append(node)
+    return list(seen)

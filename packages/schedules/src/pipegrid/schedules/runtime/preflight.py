@@ -18,11 +18,7 @@ from pipegrid.transport.job import JobTopology
 
 
 def prove(plan: Plan | Proof, job: JobTopology) -> Proof:
-    """The proof of a plan for the lanes of ``job``: the given one, or made here.
-
-    Raises:
-        PlanError: the plan has faults.
-    """
+    """The proof of a plan for the lanes of ``job``: the given one, or made here (else PlanError)."""
     kind = job.lanes
     if not isinstance(plan, Proof):
         return verify(plan, lanes=kind)
@@ -56,11 +52,7 @@ def position_of(plan: Plan, stages: Iterable[int], replica: int | None = None) -
 
 
 def replica_of(job: JobTopology, given: int | None) -> int | None:
-    """The replica of this rank: as given, or as the communicator's ``job`` says.
-
-    Raises:
-        StepArgumentError: they differ.
-    """
+    """The replica of this rank: given, or by the communicator's ``job``; StepArgumentError where they differ."""
     known = job.replica
     if None not in (known, given) and known != given:
         raise StepArgumentError(f"replica is {given}, and the communicator is one of replica {known}; leave it out")
@@ -100,21 +92,18 @@ def require_runnable(plan: Plan, position: int, communicator: Communicator, redu
     """Raise unless ``position`` of the plan can be run with these reducers and this communicator.
 
     Raises:
-        StepArgumentError: computes alone; other reducers than those of the plan; a communicator that lacks a
-            member for the plan's messages, declares gradients otherwise, or cannot carry slices; a ``COLLECTIVE`` that
-            is missing, or that the runtime cannot execute.
+        StepArgumentError: computes alone; other reducers than those of the plan; a communicator that lacks a member for
+            its messages, declares gradients otherwise, or cannot carry slices; a ``COLLECTIVE`` that is missing, or
+            that the runtime cannot execute.
     """
     if not plan.has_communication and dataflow_of(plan).lanes:
         raise StepArgumentError(
-            f"the plan has computes alone, but its {plan.num_positions} positions feed each other: lower(plan) adds "
-            "the messages"
+            f"the plan has computes alone, but its {plan.num_positions} positions feed each other; lower(plan) first"
         )
     job = communicator.job
     if plan.num_slices > 1 and not job.slices:
-        raise StepArgumentError(
-            f"the plan cuts microbatches into {plan.num_slices} slices, and a {type(communicator).__name__} moves "
-            "whole ones"
-        )
+        kind = type(communicator).__name__
+        raise StepArgumentError(f"the plan cuts microbatches into {plan.num_slices} slices; a {kind} moves whole ones")
     reduced = [
         {reducer_name(action) for action in plan.actions(each) if action.kind is ActionKind.REDUCE}
         for each in range(plan.num_positions)
@@ -152,11 +141,12 @@ def _require_edges(plan: Plan, job: JobTopology) -> None:
 def _require_actions(plan: Plan, position: int, communicator: Communicator) -> None:
     """Raise for messages without ports, and for a ``COLLECTIVE`` without an exchange, an edge or a step of its own."""
     lacks_ports = type(communicator).port is Communicator.port
+    here = "None" if type(communicator) is Communicator else shown(communicator)
     for step in plan.positions[position]:
         for action in actions_of(step):
             if action.kind.is_message and lacks_ports:
                 raise StepArgumentError(
-                    f"position {position} has {action}, and communicator is {_shown(communicator)}, without port(); "
+                    f"position {position} has {action}, and communicator is {here}, without port(); "
                     "pass P2PCommunicator(pp_group, config)"
                 )
             if action.kind is not ActionKind.COLLECTIVE:
@@ -168,21 +158,16 @@ def _require_actions(plan: Plan, position: int, communicator: Communicator) -> N
                 )
             if not communicator.exchanges:
                 raise StepArgumentError(
-                    f"position {position} has {action}, and communicator is {_shown(communicator)}, without "
-                    "collective(); pass a MultiModulePipelineCommunicator"
+                    f"position {position} has {action}, and communicator is {here}, without collective(); pass a "
+                    "MultiModulePipelineCommunicator"
                 )
 
 
-def _shown(communicator: Communicator) -> str:
-    return "None" if type(communicator) is Communicator else shown(communicator)
-
-
 def bare_stages(plan: Plan, position: int, stages: Iterable[int]) -> list[int]:
-    """Those of ``stages`` whose backwards do not directly follow their own forwards: see `require_bare`."""
-    return [one for one in stages if one not in plan.forward_only and not _one_at_a_time(plan, position, one)]
-
-
-def _one_at_a_time(plan: Plan, position: int, stage: int) -> bool:
-    """Whether each forward of ``stage`` is followed by its own backward, a whole one, before its next forward."""
-    order = [(a.kind, a.microbatch) for a in plan.actions(position) if a.stage == stage and a.kind.is_compute]
-    return order == [(kind, microbatch) for _, microbatch in order[::2] for kind in (ActionKind.F, ActionKind.B)]
+    """Those of ``stages`` whose whole backwards do not directly follow their own forwards: see `require_bare`."""
+    found = []
+    for stage in stages:
+        order = [(a.kind, a.microbatch) for a in plan.actions(position) if a.stage == stage and a.kind.is_compute]
+        in_turn = [(kind, microbatch) for _, microbatch in order[::2] for kind in (ActionKind.F, ActionKind.B)]
+        found += [stage] if stage not in plan.forward_only and order != in_turn else []
+    return found

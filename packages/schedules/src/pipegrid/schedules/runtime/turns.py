@@ -28,6 +28,7 @@ import torch.distributed as dist
 from pipegrid.core.errors import StepArgumentError
 from pipegrid.plans.plan import Action
 from pipegrid.schedules.errors import StageOutputError
+from pipegrid.schedules.runtime.warm_up import generator_states
 from pipegrid.transport import streams
 from pipegrid.transport.collectives.starting import start, wait_inside
 
@@ -89,25 +90,9 @@ class TakeTurns:
         finally:
             if on_device:
                 _on_devices.remove(both)
-        both.numbers.restore(both.kept[FORWARD])
+        both.restore(FORWARD)
         if both.error is not None:
             raise both.error
-
-
-class _Numbers:
-    """The states of the random number generators that a stage draws from."""
-
-    def __init__(self, device: torch.device | None) -> None:
-        self._device = device if device is not None and device.type != "cpu" else None
-        self._own = None if self._device is None else torch.get_device_module(self._device.type)
-
-    def keep(self) -> list[torch.Tensor]:
-        return [torch.get_rng_state(), *([] if self._own is None else [self._own.get_rng_state(self._device)])]
-
-    def restore(self, states: Sequence[torch.Tensor]) -> None:
-        torch.set_rng_state(states[0])
-        if self._own is not None:
-            self._own.set_rng_state(states[1], self._device)
 
 
 class _Pair:
@@ -119,10 +104,11 @@ class _Pair:
         device: torch.device | None,
         aside: Callable[[str], AbstractContextManager[object]] | None,
     ) -> None:
-        self.actions, self.aside, self.numbers = actions, aside, _Numbers(device)
+        self.actions, self.aside = actions, aside
+        self._devices = [] if device is None or device.type == "cpu" else [device]
         self.error: BaseException | None = None
         self.ended = [False, False]
-        self.kept = [self.numbers.keep()] * 2
+        self.kept = [generator_states(self._devices)] * 2
         self._turns = [threading.Lock(), threading.Lock()]
         self._turns[FORWARD].acquire()
         self._grad = torch.is_grad_enabled()
@@ -139,14 +125,14 @@ class _Pair:
         self._turns[half].acquire()
         _here[thread] = self, half
         try:
-            self.numbers.restore(self.kept[half])
+            self.restore(half)
             if self.error is None:
                 compute()
         except BaseException as error:  # noqa: BLE001 -- raised by the caller's thread
             self.error = self.error or error
         finally:
             del _here[thread]
-            self.kept[half], self.ended[half] = self.numbers.keep(), True
+            self.kept[half], self.ended[half] = generator_states(self._devices), True
             if not self.ended[1 - half]:
                 self._turns[1 - half].release()
 
@@ -162,18 +148,21 @@ class _Pair:
     def hand_over(self, half: int) -> None:
         """Let the other half run to its next point, or to its end."""
         if not self.ended[1 - half]:
-            self.kept[half] = self.numbers.keep()
+            self.kept[half] = generator_states(self._devices)
             self._turns[1 - half].release()
             self._turns[half].acquire()
-            self.numbers.restore(self.kept[half])
+            self.restore(half)
         if self.error is not None:
             raise StageOutputError(f"{self.actions[half]} ends, as {self.actions[1 - half]} has failed beside it")
 
+    def restore(self, half: int) -> None:
+        """Let the random numbers of a half go on."""
+        for restore in self.kept[half]:
+            restore()
+
     def under_way(self, point: str, half: int) -> AbstractContextManager[object]:
         """The block in which what a half has started is under way."""
-        if self.aside is None:
-            return contextlib.nullcontext()
-        return self.aside(f"{point} of {self.actions[half].kind}")
+        return contextlib.nullcontext() if self.aside is None else self.aside(f"{point} of {self.actions[half].kind}")
 
 
 def _half() -> tuple[_Pair, int] | None:

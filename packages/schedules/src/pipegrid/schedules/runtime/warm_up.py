@@ -55,6 +55,15 @@ def warm_up(modules: nn.Module | Iterable[nn.Module], forward: Callable[[], Any]
             torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
 
 
+def generator_states(devices: Iterable[torch.device]) -> list[Callable[[], None]]:
+    """What restores the random number generators of the CPU and of other ``devices`` to their state now."""
+    found: list[Callable[[], None]] = [partial(torch.set_rng_state, torch.get_rng_state())]
+    for device in devices:
+        of_kind = torch.get_device_module(device.type)
+        found.append(partial(of_kind.set_rng_state, of_kind.get_rng_state(device), device))
+    return found
+
+
 @contextmanager
 def _unchanged(modules: list[nn.Module]) -> Iterator[None]:
     """Restore gradients, buffers and random number generators after the block, also where it raises."""
@@ -62,10 +71,8 @@ def _unchanged(modules: list[nn.Module]) -> Iterator[None]:
     buffers = list({id(one): one for module in modules for one in module.buffers()}.values())
     devices = {one.device for one in (*parameters, *buffers) if one.device.type not in ("cpu", "meta")}
     with ExitStack() as restoring:
-        restoring.callback(torch.set_rng_state, torch.get_rng_state())
-        for device in devices:
-            of_kind = torch.get_device_module(device.type)
-            restoring.callback(of_kind.set_rng_state, of_kind.get_rng_state(device), device)
+        for restore in generator_states(devices):
+            restoring.callback(restore)
         for buffer in buffers:
             restoring.callback(_write, buffer, buffer.detach().clone())
         for parameter in parameters:

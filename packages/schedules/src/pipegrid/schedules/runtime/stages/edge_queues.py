@@ -18,7 +18,7 @@ from pipegrid.schedules.errors import StageOutputError
 from pipegrid.schedules.runtime.stages.deallocation import PendingFree
 from pipegrid.schedules.runtime.stages.hooks import MessageHook
 from pipegrid.schedules.runtime.stages.payloads import flatten, map_tensors, piece_name, unpacked
-from pipegrid.schedules.runtime.stages.reused import is_shared, num_holders
+from pipegrid.schedules.runtime.stages.reused import PLAIN, is_shared, num_holders
 from pipegrid.transport.base import Communicator, Port
 from pipegrid.transport.messages.slot import Slot
 from pipegrid.transport.protocol import Handle, Payload, ReceiveHandle, ReusableReceive
@@ -26,7 +26,6 @@ from pipegrid.transport.protocol import Handle, Payload, ReceiveHandle, Reusable
 _UNDER_WAY = 2
 _SMALL_UNDER_WAY = 16
 _SMALL_BYTES = 64 * 1024
-_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
 @define(eq=False)
@@ -263,7 +262,7 @@ class SendQueue:
 
     def _output(self, piece: int, tensor: torch.Tensor) -> Output:
         own, version, address = tensor, None, 0
-        plain = type(tensor) in _PLAIN and tensor.layout is torch.strided
+        plain = type(tensor) in PLAIN and tensor.layout is torch.strided
         # Autograd may have given a gradient's memory to a parameter too, whose next one is added in place.
         if self.clones or (plain and self.direction is Direction.BACKWARD and is_shared(tensor)):
             own = tensor.detach().clone()

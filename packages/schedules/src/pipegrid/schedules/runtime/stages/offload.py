@@ -64,10 +64,8 @@ class Offload:
     def out(self) -> None:
         """Start to copy to the host; raises, as torch's backward would, where a saved tensor was modified in place."""
         nodes = graph_nodes(self._starts)
-        for node in nodes:
-            leaf = getattr(node, "variable", None)
-            if leaf is not None and _is_plain(leaf):
-                self._resident.add(_key(leaf))
+        leaves = [getattr(node, "variable", None) for node in nodes]
+        self._resident.update(_key(leaf) for leaf in leaves if leaf is not None and _is_plain(leaf))
         for node in nodes:
             for saved, tensor in saved_tensors(node):
                 if _is_plain(tensor) and tensor.dim() > 0 and tensor.numel() and _key(tensor) not in self._resident:

@@ -82,7 +82,4 @@ def gradient_of(tensor: torch.Tensor) -> torch.Tensor | None:
 
     Zeros if it requires grad but was not used, so that gradients have the same form for every microbatch.
     """
-    gradient = tensor.grad
-    if gradient is None and tensor.requires_grad:
-        return torch.zeros_like(tensor)
-    return gradient
+    return torch.zeros_like(tensor) if tensor.grad is None and tensor.requires_grad else tensor.grad

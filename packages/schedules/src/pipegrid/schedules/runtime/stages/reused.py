@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 # There is no public way to ask; without this one, all memory counts as held. Pinned by `tests/runtime/test_reused.py`.
 _holders = getattr(torch._C, "_storage_Use_Count", None)  # noqa: SLF001
 _ALONE = 2  # the one tensor, and torch's Python object of the storage
@@ -32,13 +32,13 @@ def num_holders(tensor: torch.Tensor) -> int:
 def memory_of(tensors: Iterable[torch.Tensor | None]) -> set[int]:
     """The addresses of the storages of some tensors."""
     own = [_own(tensor) for tensor in tensors if tensor is not None]
-    return {_storage(tensor) for tensor in own if _has_memory(tensor) and tensor.numel()}
+    return {tensor.untyped_storage().data_ptr() for tensor in own if _has_memory(tensor) and tensor.numel()}
 
 
 def copied_from(memory: set[int], tensor: torch.Tensor) -> torch.Tensor:
     """``tensor``, or a copy of it where it is in ``memory``, or where that cannot be known."""
     own = _own(tensor)
-    if _has_memory(own) and (not own.numel() or _storage(own) not in memory):
+    if _has_memory(own) and (not own.numel() or own.untyped_storage().data_ptr() not in memory):
         return tensor
     return tensor.clone()
 
@@ -58,10 +58,6 @@ def keep_own_gradients(modules: Iterable[tuple[str, torch.nn.Module]], came: Seq
                 parameter.grad = copied_from(memory, parameter.grad)
 
 
-def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
-
-
 def _own(tensor: torch.Tensor) -> torch.Tensor:
     """The part of a DTensor on this rank; any other tensor itself."""
     own: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
@@ -70,4 +66,4 @@ def _own(tensor: torch.Tensor) -> torch.Tensor:
 
 def _has_memory(tensor: torch.Tensor) -> bool:
     """Whether it is a tensor of torch's own over one storage."""
-    return type(tensor) in _PLAIN and tensor.layout is torch.strided
+    return type(tensor) in PLAIN and tensor.layout is torch.strided

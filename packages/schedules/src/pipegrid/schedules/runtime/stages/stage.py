@@ -82,14 +82,10 @@ def payloads_of(
     declared: AbstractSet[Edge] = frozenset(),
     skipped: AbstractSet[Edge] = frozenset(),
 ) -> Sequence[Payload]:
-    """The payloads that a forward returned, one for each of ``edges``, in their order.
+    """The payloads that a forward returned, one for each of ``edges``, in their order; raises for others.
 
     The communicator checks those of ``declared`` edges. Those of ``skipped`` edges, which the unit does not take, may
     be there as well.
-
-    Raises:
-        StageOutputError: another type than `Forwarded`, or a payload that is not made of tensors.
-        StepArgumentError: payloads for other edges than the plan's.
     """
     outputs = produced.outputs if isinstance(produced, Forwarded) else None
     # The common case, one tensor or none, without a lookup: an edge has no fast hash.
@@ -111,9 +107,8 @@ def payloads_of(
         )
     for edge, payload in outputs.items():
         if not isinstance(payload, torch.Tensor) and edge not in declared:
-            tensors_of(
-                f"the output of stage {stage} on edge {edge} for microbatch {microbatch}", payload, StageOutputError
-            )
+            name = f"the output of stage {stage} on edge {edge} for microbatch {microbatch}"
+            tensors_of(name, payload, StageOutputError)
     return [outputs[edge] for edge in edges]
 
 
@@ -150,12 +145,9 @@ def changed_in_place(error: RuntimeError, stage: int, microbatch: int | str) -> 
 
 
 def require_bare(stages: Mapping[int, Any]) -> None:
-    """Raise for a `DistributedDataParallel` in one of ``stages``: a user may wrap a module between two steps.
+    """Raise GradientError for a `DistributedDataParallel`, in which a user may wrap a module between two steps.
 
     It decides in each forward whether the next backward reduces, and knows no halves.
-
-    Raises:
-        GradientError: there is one.
     """
     for number, stage in stages.items():
         for value in (stage, getattr(stage, "model", None), *getattr(stage, "__dict__", {}).values()):
@@ -198,13 +190,8 @@ def reentrant_trap(number: int, stage: Any) -> Iterator[list[str]]:
     tensors that are passed in. Where none of them requires grad there is no node: parameters inside get no gradient. In
     a pipeline that is a first stage whose embedding is frozen, or data that comes as embeddings.
 
-    Not where modules are compiled: they would be compiled anew without the hook that looks.
-
-    Returns:
-        a list that gets the name of a trainable parameter when the first module with one runs.
-
-    Raises:
-        StageOutputError: names the module's class and a parameter.
+    Not where modules are compiled: they would be compiled anew without the hook that looks. The list gets the name of a
+    trainable parameter when the first module with one runs.
     """
     if compiled_modules(getattr(stage, "model", None)):
         yield []
@@ -237,12 +224,9 @@ def reentrant_trap(number: int, stage: Any) -> Iterator[list[str]]:
 
 def _region(frame: FrameType | None) -> tuple[Any, ...] | None:
     """The arguments of the innermost reentrant checkpoint that runs; None outside of one."""
-    while frame is not None:
-        if frame.f_code is CheckpointFunction.forward.__code__:
-            arguments: tuple[Any, ...] = frame.f_locals["args"]
-            return arguments
+    while frame is not None and frame.f_code is not CheckpointFunction.forward.__code__:
         frame = frame.f_back
-    return None
+    return None if frame is None else frame.f_locals["args"]
 
 
 def for_another_replica(stage: Stage, forward: Callable[[], None]) -> None:

@@ -23,8 +23,7 @@ from pipegrid.transport.errors import P2PUsageError
 
 
 def _functions(value: Any) -> Any:
-    each = value if isinstance(value, (list, tuple)) else [value]
-    if not all(one is None or callable(one) for one in each):
+    if not all(one is None or callable(one) for one in (value if isinstance(value, (list, tuple)) else [value])):
         raise ValueError
     return value
 
@@ -254,37 +253,25 @@ By name the values with which nothing is to be done, and why others are an error
 
 
 def require_options(config: Any) -> None:
-    """Check what a step reads of a config of another class only when it runs, as `checked_option` does.
-
-    Raises:
-        P2PUsageError: a value breaks its rule.
-        StepArgumentError: an option of `OF_MEGATRON` is set.
-    """
+    """`checked_option` of what a step reads late; StepArgumentError where an option of `OF_MEGATRON` is set."""
     for name, (off, why) in OF_MEGATRON.items():
         value = getattr(config, name, None)
         if value not in off:
-            raise StepArgumentError(
-                f"config.{name} is {shown(value)}, which the step functions here do not have: {why}"
-            )
-
+            raise StepArgumentError(f"config.{name} is {shown(value)}, which step functions here do not have: {why}")
     for name in _READ_LATE:
         checked_option(config, name)
 
 
 @frozen
 class AuxLossScaler:
-    """A function that sets the scale of attached losses.
+    """A function that sets the scale of attached losses, a tensor with one element.
 
-    Attributes:
-        set_scale: takes the scale, a tensor with one element.
-        owner: the class that has the scale; None where it is not known.
-        of_cp_share: with context parallelism a rank attaches its share of a mean, as of the main loss; False: a mean
-            over its own tokens.
-        grad_scale: the name of an option of the config that gives its loss scale, before ``grad_scale_func``.
+    ``of_cp_share``: with context parallelism a rank attaches its share of a mean, as of the main loss; False: a mean
+    over its own tokens. ``grad_scale``: an option of the config that gives its loss scale, before ``grad_scale_func``.
     """
 
     set_scale: Callable[[Any], Any]
-    owner: type | None
+    owner: type | None  # the class that has the scale, where it is known
     of_cp_share: bool = True
     grad_scale: str | None = None
 
@@ -323,11 +310,7 @@ def _scaler(given: Any) -> AuxLossScaler:
 
 
 def config_of(model: Any) -> Any:
-    """The ``config`` of a model, looked up through wrappers (``.module``).
-
-    Raises:
-        StepArgumentError: neither the model nor anything it wraps has a ``config``, or it is a dict.
-    """
+    """The ``config`` of a model, looked up through wrappers (``.module``); StepArgumentError without one."""
     config = unwrapped_attribute(model, "config")
     if config is None or isinstance(config, dict):
         raise StepArgumentError(

@@ -93,7 +93,6 @@ def forward_step(
             start()
     if current_microbatch is not None:
         set_current_microbatch(model, current_microbatch)
-    as_list = isinstance(input_tensor, list)
     extra = () if checkpoint_activations_microbatch is None else (checkpoint_activations_microbatch,)
     output, loss_func = run_model(
         forward_step_func,
@@ -118,9 +117,7 @@ def forward_step(
         is_last_stage,
         cp_group=cp_group,
     )
-    if as_list and not isinstance(output, list):
-        output = [output]
-    return output, num_tokens
+    return [output] if isinstance(input_tensor, list) and not isinstance(output, list) else output, num_tokens
 
 
 def run_model(
@@ -133,10 +130,7 @@ def run_model(
     context: Callable[[], contextlib.AbstractContextManager[Any]] | None,
     is_last_stage: bool,
 ) -> tuple[Any, Any]:
-    """The output and the loss function of one microbatch: `forward_step` without the loss.
-
-    ``extra`` are further arguments of ``forward_step_func``; ``context`` makes the context of the forward.
-    """
+    """The output and the loss function of one microbatch; ``extra``: further arguments of ``forward_step_func``."""
     if set_input_tensor is not None:
         set_input_tensor(input_tensor if isinstance(input_tensor, (list, dict)) else [input_tensor])
     elif input_tensor is not None and any(tensor is not None for tensor in flatten(input_tensor)):
@@ -281,11 +275,7 @@ def _tokens(counted: Any) -> torch.Tensor:
 
 
 def autocast_of(config: Any, model: torch.nn.Module) -> Callable[[], contextlib.AbstractContextManager[Any]] | None:
-    """A function that makes the autocast context of each forward of ``model``; None without autocast.
-
-    Raises:
-        StepArgumentError: a dtype outside autocast's, which torch would ignore.
-    """
+    """What makes the autocast context of each forward; StepArgumentError for a dtype that torch would ignore."""
     if not option(config, "enable_autocast"):
         return None
     dtype = option(config, "autocast_dtype") or option(config, "pipeline_dtype")  # None: the device's default

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, lru_cache
+from itertools import takewhile
 from typing import Any, TypeAlias
 
 from attrs import evolve, frozen
@@ -24,31 +25,21 @@ from pipegrid.transport.job import JobTopology
 
 Ties: TypeAlias = tuple[tuple[str, tuple[int, ...]], ...]
 """The name and the stages of each tied parameter."""
-
-
 Sharding: TypeAlias = tuple[str | tuple[tuple[str, str], ...], int] | None
 """``shard`` and ``prefetch`` of `lower` as a key of a cache."""
 
 
 def sharding_key(shard: Shard | None, prefetch: int) -> Sharding:
-    """``shard`` and ``prefetch`` as a key of a cache."""
-    if shard is None:
-        return None
-    return shard if isinstance(shard, str) else tuple(sorted(shard.items())), prefetch
+    """``shard`` and ``prefetch`` as a `Sharding`."""
+    name = tuple(sorted(shard.items())) if isinstance(shard, Mapping) else shard
+    return None if name is None else (name, prefetch)
 
 
 @frozen
 class PlanNeeds:
-    """What the plan of a step has besides its schedule; compared and hashed by value, for the caches of proofs.
+    """What the plan of a step has besides its schedule; compared and hashed by value, for the caches of proofs."""
 
-    Attributes:
-        num_microbatches: the most that a replica has, where they differ by ``routes``.
-        ties: the name and the stages of each tied parameter.
-        sharding: see `sharding_key`.
-        routes: where replicas differ.
-    """
-
-    num_microbatches: int
+    num_microbatches: int  # the most that a replica has, where they differ by ``routes``
     ties: Ties = ()
     sharding: Sharding = None
     routes: Routes | None = None
@@ -67,21 +58,13 @@ class PlanNeeds:
 
 @frozen(slots=False)
 class Place:
-    """The module graph of a job, and this rank's stages in it.
-
-    Attributes:
-        graph: the modules.
-        stages: the stages on this rank, ascending.
-        placement: the positions of each stage; None is one position per stage.
-        collectives: the edges between modules on the same ranks that need a ``COLLECTIVE``.
-        frozen: modules without gradients.
-    """
+    """The module graph of a job, and this rank's stages in it, ascending."""
 
     graph: ModuleGraph
     stages: tuple[int, ...]
-    placement: tuple[tuple[int, ...], ...] | None = None
-    collectives: tuple[Edge, ...] = ()
-    frozen: tuple[str, ...] = ()
+    placement: tuple[tuple[int, ...], ...] | None = None  # the positions of each stage; None: one per stage
+    collectives: tuple[Edge, ...] = ()  # edges between modules on the same ranks that need a ``COLLECTIVE``
+    frozen: tuple[str, ...] = ()  # modules without gradients
 
     def module_of(self, stage: int) -> str:
         """The module that a stage belongs to."""
@@ -95,10 +78,7 @@ class Place:
     @cached_property
     def held(self) -> dict[str, list[int]]:
         """The stages on this rank by module."""
-        held: dict[str, list[int]] = {}
-        for stage in self.stages:
-            held.setdefault(self.module_of(stage), []).append(stage)
-        return held
+        return {name: [one for one in self.stages if self.module_of(one) == name] for name in self.modules}
 
 
 @lru_cache(maxsize=64)
@@ -244,22 +224,13 @@ def forwards_on(plan: Plan, position: int, stage: int) -> dict[int, int]:
 def checkpointed_on(plan: Plan, position: int, stage: int, partial: int) -> frozenset[int]:
     """The microbatches of ``stage`` that checkpoint all activations: all but the first few of each window in flight.
 
-    ``partial`` is how many follow the model's own setting, of each window of forwards of any stage on ``position``.
+    ``partial`` is how many follow the model's own setting, of each window of forwards (of any stage) on ``position``:
+    those before its first backward.
     """
-    window = window_on(plan, position)
+    computes = [action.kind for action in plan.actions(position) if action.kind.is_compute]
+    window = len(list(takewhile(lambda kind: kind is ActionKind.F, computes)))
     forwards = forwards_on(plan, position, stage)
     return frozenset(microbatch for microbatch, place in forwards.items() if place % window >= partial)
-
-
-def window_on(plan: Plan, position: int) -> int:
-    """Number of forwards on ``position`` before its first backward: the microbatches in flight."""
-    count = 0
-    for action in plan.actions(position):
-        if action.kind is ActionKind.F:
-            count += 1
-        elif action.kind.is_compute:
-            break
-    return count
 
 
 def place_in_job(kind: StepKind, communicator: Any, model: Any) -> Place:
@@ -321,19 +292,11 @@ def proof_of_interleaving(_: StepKind, place: Place, needs: PlanNeeds, config: A
 
 @frozen
 class StepKind:
-    """What a step function runs; calls of equal kinds may share a plan.
+    """What a step function runs; calls of equal kinds may share a plan."""
 
-    Attributes:
-        schedule: as in `schedule_for`.
-        num_slices: likewise.
-        several: a rank may have several stages of a module.
-        place: finds this rank's stages by the communicator and the model of a call.
-        proof: makes the plan with its proof.
-    """
-
-    schedule: str
+    schedule: str  # as in `schedule_for`, and its slices
     num_slices: int = 1
-    several: bool = True
+    several: bool = True  # a rank may have several stages of a module
     place: Callable[[StepKind, Any, Any], Place] = place_in_job
     proof: Callable[[StepKind, Place, PlanNeeds, Any], Proof] = proof_of_schedule
 

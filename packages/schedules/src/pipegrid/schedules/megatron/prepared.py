@@ -56,7 +56,7 @@ from pipegrid.schedules.megatron.place import (
     sharding_key,
 )
 from pipegrid.schedules.megatron.shapes import AnnouncedShapes, announced_shapes, sent_shape
-from pipegrid.schedules.megatron.stage import MegatronStage, SkippingStage, takes_part
+from pipegrid.schedules.megatron.stage import MegatronStage, RoutedSkippingStage, RoutedStage, SkippingStage, takes_part
 from pipegrid.schedules.megatron.units.batches import UnitBatches
 from pipegrid.schedules.megatron.units.numbers import (
     StageUnits,
@@ -65,7 +65,6 @@ from pipegrid.schedules.megatron.units.numbers import (
     require_equal_routes,
     units_per_replica,
 )
-from pipegrid.schedules.megatron.units.stage import RoutedSkippingStage, RoutedStage
 from pipegrid.schedules.runtime import Hook, MessageHook, PipelineError, PipelineRuntime, position_of
 
 _KEPT = 8  # per model: training and evaluation, each with a few numbers of microbatches, or routes

@@ -50,13 +50,10 @@ class StepAgreement:
     _signature: str | None = field(default=None, init=False)
 
     def begin(self, kind: str, agree: str = "", batch: str | None = None) -> None:
-        """Tell the neighbours of a step of this ``kind`` ("a step", "an evaluation"); ``agree``: what else is compared.
+        """Tell the neighbours of a step of this ``kind`` ("a step"), and ``agree``, what else is compared.
 
-        ``batch``: signature of its batch, where messages of one that was seen before need no headers.
-
-        Raises:
-            DisagreementError: one of them is known to run something else.
-            P2PError: a lane has failed before, or the communicator was closed.
+        DisagreementError where one is known to run something else. ``batch``: signature of the step's batch, where
+        messages of one that was seen before need no headers.
         """
         if self._said != (kind, agree, batch):
             self._said, self._batch, plan = (kind, agree, batch), batch, self.plan
@@ -91,12 +88,7 @@ class StepAgreement:
         return found or ()
 
     def end(self) -> None:
-        """Hear the neighbours that have sent nothing: before this rank's gradients are finished.
-
-        Raises:
-            DisagreementError: a neighbour runs something else.
-            P2PError: one has ended, or said nothing within the deadline.
-        """
+        """Hear the neighbours that have sent nothing, before gradients are finished; errors as of `begin`."""
         self._hear(self._neighbours or ())
         for one in () if self._batch is None else self._neighbours or ():
             one.end()

@@ -12,10 +12,10 @@ import torch
 from pipegrid.core.edge import Direction, Edge
 from pipegrid.plans.plan import OFFLOADING, SHARDING, Action, ActionKind, Plan
 from pipegrid.schedules.runtime.passages import ActorFlows, Passage, Way
-from pipegrid.schedules.runtime.stages.deallocation import Deallocation
 from pipegrid.schedules.runtime.stages.edge_queues import Output, ReceivesAhead, RecvQueue, SendQueue
 from pipegrid.schedules.runtime.stages.hooks import Hook, MessageHook
 from pipegrid.schedules.runtime.stages.in_flight import ActivationsInFlight
+from pipegrid.schedules.runtime.stages.memory import Deallocation
 from pipegrid.schedules.runtime.stages.sharded import ShardedStage
 from pipegrid.schedules.runtime.stages.shared_calls import LentQueue, SharedCalls, SummedQueue
 from pipegrid.schedules.runtime.stages.stage import Stage
@@ -162,11 +162,7 @@ class BoundPosition:
         return [self.receives[way] for way in self._flows.ways_of(action, sends=False)]
 
     def open_across(self) -> None:
-        """Open what leads to other replicas, before the first message.
-
-        Raises:
-            P2PUsageError: the communicator moves data within one replica.
-        """
+        """Open what leads to other replicas, before the first message; P2PUsageError where the communicator cannot."""
         sends, receives = (
             [(way.edge, way.direction, way.replica) for way in some if way.replica is not None]
             for some in (self.sends, self.receives)

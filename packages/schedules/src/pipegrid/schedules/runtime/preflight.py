@@ -65,11 +65,7 @@ def reducer_name(action: Action) -> int | str:
 
 
 def require_stages(stages: Mapping[int, Any], num_slices: int) -> None:
-    """Raise for a stage that the runtime cannot call.
-
-    Raises:
-        StepArgumentError: no ``forward`` of two arguments (three with slices), or slices through sharded modules.
-    """
+    """Raise StepArgumentError unless stages have a ``forward`` of two arguments; with slices three, and no shards."""
     names = "microbatch, inputs" if num_slices == 1 else "microbatch, inputs, part"
     for number, stage in stages.items():
         sharded = [name for name, module in modules_of(stage) if is_fsdp(module)] if num_slices > 1 else []
@@ -89,13 +85,7 @@ def require_stages(stages: Mapping[int, Any], num_slices: int) -> None:
 
 
 def require_runnable(plan: Plan, position: int, communicator: Communicator, reducers: Collection[int | str]) -> None:
-    """Raise unless ``position`` of the plan can be run with these reducers and this communicator.
-
-    Raises:
-        StepArgumentError: computes alone; other reducers than those of the plan; a communicator that lacks a member for
-            its messages, declares gradients otherwise, or cannot carry slices; a ``COLLECTIVE`` that is missing, or
-            that the runtime cannot execute.
-    """
+    """Raise StepArgumentError unless ``position`` of the plan can be run with these reducers and this communicator."""
     if not plan.has_communication and dataflow_of(plan).lanes:
         raise StepArgumentError(
             f"the plan has computes alone, but its {plan.num_positions} positions feed each other; lower(plan) first"

@@ -1,7 +1,6 @@
 """The end of a step that failed: lanes are ended, other ranks told, the first failure of the job is found and recorded.
 
-A rank that fails passes its failure on through the lanes, as the reason for which they end. Whatever error wraps that
-reason on another rank, the mark in front of it lets the first failure come first there, too.
+A rank that fails passes its failure on through the lanes, as the reason for which they end.
 """
 
 from __future__ import annotations
@@ -193,11 +192,7 @@ class StepFailures:
     first: str | None = field(default=None, init=False)
 
     def require_none(self) -> None:
-        """Raise if an earlier step has failed.
-
-        Raises:
-            PipelineError: it has.
-        """
+        """Raise PipelineError if an earlier step has failed."""
         if self.first is not None:
             raise PipelineError(f"this runtime failed before: {self.first.splitlines()[0]}. {self._remedy}")
 

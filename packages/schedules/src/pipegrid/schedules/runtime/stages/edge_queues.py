@@ -15,10 +15,9 @@ from pipegrid.core.edge import Direction, Edge
 from pipegrid.plans.plan.actions import Action
 from pipegrid.reshard import SPLIT_SIZES
 from pipegrid.schedules.errors import StageOutputError
-from pipegrid.schedules.runtime.stages.deallocation import PendingFree
 from pipegrid.schedules.runtime.stages.hooks import MessageHook
+from pipegrid.schedules.runtime.stages.memory import PLAIN, PendingFree, is_shared, num_holders
 from pipegrid.schedules.runtime.stages.payloads import flatten, map_tensors, piece_name, unpacked
-from pipegrid.schedules.runtime.stages.reused import PLAIN, is_shared, num_holders
 from pipegrid.transport.base import Communicator, Port
 from pipegrid.transport.messages.slot import Slot
 from pipegrid.transport.protocol import Handle, Payload, ReceiveHandle, ReusableReceive
@@ -241,11 +240,7 @@ class SendQueue:
         return self._isend
 
     def put(self, piece: int, payload: Payload, pending: PendingFree | None = None) -> None:
-        """Keep ``payload`` until it is sent or taken.
-
-        Raises:
-            StageOutputError: a pending output of another forward or backward is in the same memory.
-        """
+        """Keep ``payload`` until it is sent or taken; StageOutputError where another one is pending in its memory."""
         if isinstance(payload, torch.Tensor):
             output = self._output(piece, payload)
             self.pending[piece] = output.tensor, (output,)
@@ -330,11 +325,7 @@ class SendQueue:
                 pending.sent()
 
     def payload(self, piece: int) -> Payload:
-        """The pending payload of ``piece``.
-
-        Raises:
-            StageOutputError: the stage has written into it.
-        """
+        """The pending payload of ``piece``; StageOutputError where the stage has written into it."""
         payload, outputs = self.pending[piece]
         for output in outputs:
             if output.version is not None and output.version != output.tensor._version:  # noqa: SLF001
@@ -342,11 +333,7 @@ class SendQueue:
         return payload
 
     def end(self, piece: int) -> Payload:
-        """The payload of ``piece``, which is no longer pending: it was carried.
-
-        Raises:
-            StageOutputError: the stage has written into it.
-        """
+        """`payload` of ``piece``, which is no longer pending: it was carried."""
         payload, outputs = self.pending.pop(piece)
         for output in outputs:
             if output.version is not None and output.version != output.tensor._version:  # noqa: SLF001

@@ -1,7 +1,4 @@
-"""What a stage holds of its pieces between a forward and its backward.
-
-A piece is a microbatch, or one slice of it where a plan cuts microbatches along the sequence (`Plan.piece_of`).
-"""
+"""What a stage holds of its pieces (microbatches, or slices of them) between a forward and its backward."""
 
 from __future__ import annotations
 
@@ -104,11 +101,7 @@ class ActivationsInFlight:
         part: Slice | None,
         answered: Sequence[int],
     ) -> None:
-        """Keep what the backward of a forward needs; ``answered``: the payloads for which gradients come, by number.
-
-        Raises:
-            StageOutputError: what the stage returned has no backward, or none in halves.
-        """
+        """Keep what the backward of a forward needs; ``answered``: the payloads for which gradients come, by number."""
         if loss is not None or not payloads:  # a last stage
             check_loss(loss, self.number, piece if self.num_slices == 1 else piece_name(piece, self.num_slices))
         roots: list[Sequence[Root | None]] = []

@@ -313,8 +313,7 @@ class PreparedStep:
     def running(self, config: Any) -> Iterator[None]:
         """Inside: a step with ``config``. After it all references of the call are dropped, and after a failure this.
 
-        Raises:
-            PipelineError: inside a step, such as that of another thread, which goes on.
+        PipelineError inside a step, such as that of another thread, which goes on.
         """
         state = self.state
         if state.running is not None:

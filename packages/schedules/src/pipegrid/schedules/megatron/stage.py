@@ -32,50 +32,31 @@ class MegatronStage:
     ``forward_step_func`` runs the model (`run_model`); its output goes to the next stages or, on a last one, through
     the loss function. What it needs of a call is set by `begin` and dropped by `end`. In a graph of several modules,
     inputs are a dict by source module, and the output is one by the stage's own module.
-
-    Attributes:
-        stage: global number.
-        first: the first microbatch of a step here.
-        divisor: of mean losses: the microbatches of a step.
-        cp_group: context-parallel ranks of the module.
-        per_token: losses are sums over tokens.
-        weighted: what they count adds up to the microbatches of the job.
-        loss_factor: factor of the stage's own loss, for a mean over its own replicas.
-        checkpointed: the microbatches that checkpoint all activations, where the others follow the model's own setting.
-        model, config: of the running step.
-        run: `run_model` on all but what it receives.
-        starts: the model's ``set_is_first_microbatch``, where it is to be called.
-        numbered: modules with a ``current_microbatch``.
-        sliced: modules with a ``current_slice``, in a plan with slices.
-        shapes: of messages, announced by ``adjust_tensor_shapes_fn`` or expected.
-        scalers: of attached losses; None where nothing is said of them, or nothing is trained.
-        infos: the ``info`` of the loss function for each microbatch, behind its number.
-        num_tokens: tokens that the losses have counted, where losses are sums over tokens; None before the first.
     """
 
     graph: ModuleGraph
     stage: int
-    first: int | None
-    divisor: float
+    first: int | None  # microbatch of a step here
+    divisor: float  # of mean losses: the microbatches of a step
     num_slices: int
     cp_group: Any
     forward_only: bool
     collect_non_loss_data: bool
-    per_token: bool
-    weighted: bool
-    loss_factor: float
-    checkpointed: Collection[int] | None
+    per_token: bool  # losses are sums over tokens
+    weighted: bool  # what they count adds up to the microbatches of the job
+    loss_factor: float  # of the stage's own loss, for a mean over its own replicas
+    checkpointed: Collection[int] | None  # microbatches that checkpoint all; the others follow the model's own setting
     outgoing: tuple[Edge, ...] = field(init=False)
     attached: AttachedLosses = field(init=False)
     model: Any = field(default=None, init=False)
     config: Any = field(default=None, init=False)
-    run: Any = field(default=None, init=False)
-    starts: Callable[[], object] | None = field(default=None, init=False)
-    numbered: Sequence[torch.nn.Module] = field(default=(), init=False)
-    sliced: Sequence[torch.nn.Module] = field(default=(), init=False)
+    run: Any = field(default=None, init=False)  # `run_model` on all but what it receives
+    starts: Callable[[], object] | None = field(default=None, init=False)  # the model's ``set_is_first_microbatch``
+    numbered: Sequence[torch.nn.Module] = field(default=(), init=False)  # modules with a ``current_microbatch``
+    sliced: Sequence[torch.nn.Module] = field(default=(), init=False)  # with a ``current_slice``
     shapes: AnnouncedShapes | SentShape | None = field(default=None, init=False)
-    scalers: tuple[AuxLossScaler, ...] | None = field(default=None, init=False)
-    infos: list[tuple[int, Any]] = field(factory=list, init=False)
+    scalers: tuple[AuxLossScaler, ...] | None = field(default=None, init=False)  # None: attached losses are not watched
+    infos: list[tuple[int, Any]] = field(factory=list, init=False)  # by microbatch
     num_tokens: torch.Tensor | None = field(default=None, init=False)
     _one_module: bool = field(init=False)
 
@@ -94,10 +75,7 @@ class MegatronStage:
         context: Callable[[], AbstractContextManager[Any]] | None,
         scalers: tuple[AuxLossScaler, ...] | None,
     ) -> None:
-        """Look up, before a step runs, what its forwards need of the model and the config.
-
-        ``context`` makes the autocast context of each forward, where there is one.
-        """
+        """Look up what the forwards of a step need; ``context``: makes the autocast context of each."""
         self.model, self.config, self.shapes, self.scalers = model, config, shapes, scalers
         found = modules_with(modules_in(model), "current_microbatch", "current_slice")
         self.numbered = found["current_microbatch"]
@@ -195,10 +173,8 @@ class MegatronStage:
                 "the loss function returned (loss, num_tokens, info) for a slice: the mean over a microbatch needs the "
                 "tokens of all its slices. Set calculate_per_token_loss, or return (loss, info) with the slice's share"
             )
-        per_token = self.per_token
-        loss, num_tokens, info = scaled_loss(
-            result, self.config, self.divisor, cp_group=self.cp_group, per_token=per_token
-        )
+        per_token, group = self.per_token, self.cp_group
+        loss, num_tokens, info = scaled_loss(result, self.config, self.divisor, cp_group=group, per_token=per_token)
         self.infos.append((microbatch, info))
         if per_token and num_tokens is not None:
             self.num_tokens = num_tokens if self.num_tokens is None else self.num_tokens + num_tokens
@@ -248,12 +224,11 @@ class MegatronStage:
 
 @define(eq=False, kw_only=True)
 class SkippingStage(MegatronStage):
-    """Runs one microbatch of a stage that takes or gives values past others.
+    """A `MegatronStage` that hands on values: past others (`ModuleGraph.skips`), or to the next one alone.
 
-    The module's stages hand on values: past others (`ModuleGraph.skips`), or to the next one alone. The model has two
-    methods more: ``set_skips(arrived)``, called before its forward, and ``take_skips()``, called after it. Both have
-    tensors by edge, of stages counted inside of the module. On an edge of the chain these go beside what the stage
-    returns.
+    The model has two methods more: ``set_skips(arrived)``, called before its forward, and ``take_skips()``, called
+    after it. Both have tensors by edge, of stages counted inside of the module. On an edge of the chain these go beside
+    what the stage returns.
     """
 
     def __attrs_post_init__(self) -> None:
@@ -268,8 +243,8 @@ class SkippingStage(MegatronStage):
                 f"the graph has edges past stages, {', '.join(map(str, self.graph.skips))}, and the model of stage "
                 f"{self.stage}, a {type(self.model).__name__}, has no set_skips(arrived) and take_skips()"
             )
-        inside = self.graph.edges_inside(self.graph.module_of(self.stage)[0])
-        first = self.graph.stage(self.graph.module_of(self.stage)[0], 0)
+        module = self.graph.module_of(self.stage)[0]
+        inside, first = self.graph.edges_inside(module), self.graph.stage(module, 0)
         arrived, plain = {}, {}
         for edge, payload in inputs.items():
             values = payload
@@ -298,11 +273,7 @@ class SkippingStage(MegatronStage):
 class RoutedStage(MegatronStage):
     """A `MegatronStage` that tells its model, and its data, whose microbatch each forward is of.
 
-    Attributes:
-        units: the microbatches of its forwards here.
-        homed: modules with a ``current_replica``, the home of a microbatch of another replica; None at home.
-        by_number: modules with a ``current_microbatch``, its number at home.
-        batches: the data iterator, where it is one by unit.
+    Modules get it as a ``current_replica``, None at home, and a ``current_microbatch``, the number at home.
     """
 
     units: StageUnits
@@ -319,9 +290,8 @@ class RoutedStage(MegatronStage):
                 "its dp group"
             )
         if self.batches is not None and self.num_slices > 1:
-            raise StepArgumentError(
-                f"data_iterator is UnitBatches, of whole microbatches: num_slices is {self.num_slices}"
-            )
+            slices = self.num_slices
+            raise StepArgumentError(f"data_iterator is UnitBatches, of whole microbatches: num_slices is {slices}")
         if self.batches is None and data_iterator is not None and not self.units.in_order_at_home:
             raise StepArgumentError(
                 f"by its routes stage {self.stage} does not compute all microbatches of replica {self.units.replica} "

@@ -149,11 +149,7 @@ def _hooks(
 
 
 def _unit_gradients(prepared: PreparedStep, gradients: StepGradients, routes: Routes | None) -> UnitGradients:
-    """What adds the gradients of one call in the order of units.
-
-    Raises:
-        GradientError: the step function does not know the units, or does not reduce their gradients.
-    """
+    """What adds the gradients of one call in the order of units; GradientError where the step function cannot."""
     if routes is None:
         raise GradientError("config.grad_add is 'by_unit', and without routes= units have no numbers: pass routes")
     require_addable_by_unit(gradients.reduction, gradients.config)
@@ -211,13 +207,12 @@ def no_sync_hooks(
         if sync is None or _is_first_stage(plan, stage)
     ]
     contexts = option(config, "no_sync_func")
-    if isinstance(contexts, (list, tuple)):
-        per_chunk = _per_chunk(config, "no_sync_func", models)
-        return [
-            _Suspended(enter, _last(plan, position, [stage] if stage in by_itself else []), outside)
-            for stage, enter in zip(models, per_chunk, strict=True)
-        ]
-    return [_Suspended(contexts, _last(plan, position, by_itself), outside)]
+    if not isinstance(contexts, (list, tuple)):
+        return [_Suspended(contexts, _last(plan, position, by_itself), outside)]
+    return [
+        _Suspended(enter, _last(plan, position, {stage}.intersection(by_itself)), outside)
+        for stage, enter in zip(models, _per_chunk(config, "no_sync_func", models), strict=True)
+    ]
 
 
 def _last(plan: Plan, position: int, stages: Collection[int]) -> set[Action]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -17,12 +18,10 @@ from pipegrid.plans.plan import Routes
 from pipegrid.transport.collectives.differences import difference
 from pipegrid.transport.control.opening import resolve_device
 
-Skips = Mapping[str, Iterable[int]]
-
 
 def agree_on_routes(
     num_microbatches: int | None,
-    skips: Skips | None = None,
+    skips: Mapping[str, Iterable[int]] | None = None,
     *,
     replica: int,
     every: Mapping[str, int] | None = None,
@@ -56,9 +55,8 @@ def agree_on_routes(
     deadline = checked(deadline, Seconds | None, "deadline", StepArgumentError)
     known = None if skips is None else {name: sorted(set(map(int, skips[name]))) for name in sorted(skips)}
     counts = sorted((every or {}).items())
-    own = json.dumps(
-        [replica, num_microbatches, known and {name: skip for name, skip in known.items() if skip}, counts]
-    )
+    skipped = known and {name: skip for name, skip in known.items() if skip}
+    own = json.dumps([replica, num_microbatches, skipped, counts])
     if not dist.is_initialized():
         return merged({0: own})
     group = group or dist.group.WORLD
@@ -79,7 +77,7 @@ def merged(said: Mapping[int, str]) -> Routes:
                 own[what][rank] = value
     every = _one("every", counts)
     units: list[int] = []
-    skipped: dict[str, list[int]] = {}
+    skipped: dict[str, list[int]] = defaultdict(list)
     for replica in range(max(told) + 1):
         own = told.get(replica, {})
         number = _one(f"num_microbatches of replica {replica}", own.get("num_microbatches", {}))
@@ -94,7 +92,7 @@ def merged(said: Mapping[int, str]) -> Routes:
                 raise StepArgumentError(
                     f"microbatches {numbers} of replica {replica} skip {name!r}; it has microbatches 0..{number - 1}"
                 )
-            skipped.setdefault(name, []).extend(sum(units) + each for each in numbers)
+            skipped[name] += [sum(units) + each for each in numbers]
         units.append(number)
     return Routes(units, skips=skipped, every=dict(every))
 

@@ -26,10 +26,7 @@ from pipegrid.transport.job import JobTopology
 
 
 def units_per_replica(routes: Routes) -> float:
-    """The divisor of losses, before the sum over replicas is divided by their number.
-
-    The two together make the mean over all units, whichever replica has how many of them, and computes them.
-    """
+    """The divisor of losses, before the sum over replicas is divided by their number: a mean over all units."""
     return routes.num_units / routes.num_replicas
 
 
@@ -50,19 +47,12 @@ def planned_routes(routes: Routes, replica: int, *, num_ties: int = 0) -> Routes
 
 @frozen(eq=False)
 class StageUnits:
-    """What a number of a plan means on one stage: a microbatch of this replica or, with routes, a call of its module.
-
-    Attributes:
-        module: of the stage.
-        replica: of this rank, which is the home of all numbers without routes; None where it is not known.
-        routes: of the plan; of one replica, numbers are of its microbatches.
-        order: the numbers of the stage's forwards on this rank, in the plan's order.
-    """
+    """What a number of a plan means on one stage: a microbatch of this replica, or with routes a call of it."""
 
     module: str
-    replica: int | None
-    routes: Routes | None
-    order: Sequence[int]
+    replica: int | None  # of this rank, the home of all numbers without routes; None where it is not known
+    routes: Routes | None  # of the plan; of one replica, numbers are of its microbatches
+    order: Sequence[int]  # the numbers of the stage's forwards on this rank
 
     @property
     def in_order_at_home(self) -> bool:
@@ -96,11 +86,7 @@ class StageUnits:
 def replica_of(call: StepCall, place: Place) -> int | None:
     """The replica of this rank: its place in the ``dp`` group of its modules, among those that live at its position.
 
-    None where neither routes, groups nor a single process tell it.
-
-    Raises:
-        StepArgumentError: routes of several replicas, and no group of as many living ranks; modules in two replicas, or
-            with other numbers of them; or another ``num_microbatches`` than this replica has by the routes.
+    None where neither routes, groups nor a single process tell it; StepArgumentError where they contradict each other.
     """
     routes, communicator = call.routes, as_communicator(call.p2p_communicator)
     living = None
@@ -123,7 +109,6 @@ def replica_of(call: StepCall, place: Place) -> int | None:
 
 
 def _position(job: JobTopology, place: Place) -> int:
-    """The position of this rank in its replica."""
     if job.graph is None:
         return job.current_stage
     if job.placement is None:
@@ -159,7 +144,6 @@ def _place_among(living: Sequence[int] | None, pg_collection: Any, modules: Sequ
 
 
 def _require_same_replicas(job: JobTopology, routes: Routes) -> None:
-    """Raise unless each module has the replicas of ``routes``."""
     count = routes.num_replicas
     for name, sizes in (job.dims or {}).items():
         if sizes.get("dp", 1) != count:

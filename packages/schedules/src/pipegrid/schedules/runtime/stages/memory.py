@@ -18,7 +18,7 @@ from pipegrid.schedules.runtime.stages.payloads import flatten
 from pipegrid.transport.protocol import Payload
 
 PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
-# There is no public way to ask; without this one, all memory counts as held. Pinned by `tests/runtime/test_static_outputs.py`.
+# There is no public way to ask; without this one, all memory counts as held. `test_static_outputs.py` pins it.
 _holders = getattr(torch._C, "_storage_Use_Count", None)  # noqa: SLF001
 _ALONE = 2  # the one tensor, and torch's Python object of the storage
 

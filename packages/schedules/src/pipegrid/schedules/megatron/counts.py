@@ -7,6 +7,7 @@ Megatron-LM", section 2.2 (1F1B and its interleaved form).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 from pipegrid.core.errors import StepArgumentError
@@ -49,20 +50,11 @@ def get_pp_rank_microbatches(
         job = require_job(p2p_communicator)
     else:  # nothing is sent: the two numbers are enough
         job = JobTopology(
-            checked(
-                getattr(p2p_communicator, "total_stages", None),
-                Count,
-                "p2p_communicator.total_stages",
-                StepArgumentError,
-            ),
-            checked(
-                getattr(p2p_communicator, "current_stage", None),
-                Index,
-                "p2p_communicator.current_stage",
-                StepArgumentError,
-            ),
+            *[
+                checked(getattr(p2p_communicator, name, None), rule, f"p2p_communicator.{name}", StepArgumentError)
+                for name, rule in (("total_stages", Count), ("current_stage", Index))
+            ]
         )
-    stages = job.total_stages
     if forward_only:
         warmup = total
     else:
@@ -71,7 +63,7 @@ def get_pp_rank_microbatches(
         if num_model_chunks == 1:
             warmup = distance
         else:
-            group = stages if microbatch_group_size_per_vp_stage is None else microbatch_group_size_per_vp_stage
+            group = microbatch_group_size_per_vp_stage or job.total_stages
             warmup = 2 * distance + (num_model_chunks - 1) * group + int(overlap_moe_expert_parallel_comm)
     warmup = min(warmup, total)
     return total, warmup == total, warmup, total - warmup
@@ -109,11 +101,10 @@ def convert_schedule_table_to_order(
     Raises:
         StepArgumentError: more warmup forwards than forwards, or a chunk outside the range.
     """
-    if num_warmup_microbatches > len(schedule_table):
-        raise StepArgumentError(
-            f"num_warmup_microbatches is {num_warmup_microbatches}, and schedule_table has {len(schedule_table)} "
-            "forwards in all"
-        )
+    count = len(schedule_table)
+    if num_warmup_microbatches > count:
+        given = f"num_warmup_microbatches is {num_warmup_microbatches}"
+        raise StepArgumentError(f"{given}, and schedule_table has {count} forwards in all")
     for place, entry in enumerate(schedule_table):
         if not isinstance(entry, (tuple, list)) or len(entry) != 2 or entry[1] not in range(num_model_chunks):
             raise StepArgumentError(
@@ -122,10 +113,12 @@ def convert_schedule_table_to_order(
             )
     forwards = [chunk + 1 for _, chunk in schedule_table]
     backwards = [chunk - num_model_chunks for _, chunk in schedule_table]
-    order = forwards[:num_warmup_microbatches]
-    for index in range(num_warmup_microbatches, len(schedule_table)):
-        order += [forwards[index], backwards[index - num_warmup_microbatches]]
-    return order + backwards[len(schedule_table) - num_warmup_microbatches :]
+    pairs = zip(forwards[num_warmup_microbatches:], backwards, strict=False)
+    return [
+        *forwards[:num_warmup_microbatches],
+        *chain.from_iterable(pairs),
+        *backwards[count - num_warmup_microbatches :],
+    ]
 
 
 def get_tensor_shapes(
@@ -173,6 +166,4 @@ def get_tensor_shapes(
 
 def check_first_val_step(first_val_step: bool | None, forward_only: bool, cond: bool) -> bool:
     """``cond``; in a forward-only run with a ``first_val_step``, both of them."""
-    if first_val_step is not None and forward_only:
-        return first_val_step and cond
-    return cond
+    return first_val_step and cond if first_val_step is not None and forward_only else cond

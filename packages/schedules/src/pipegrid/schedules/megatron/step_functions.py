@@ -65,8 +65,7 @@ def get_forward_backward_func(
     if pg_collection is not None and collections_by_name(pg_collection) is not None:
         if vp_size is not None and vp_size > 1:
             raise StepArgumentError(
-                f"vp_size={vp_size} with process groups of several modules; schedule='interleaved_1f1b' has chunks of "
-                "their stages"
+                f"{vp_size=} with process groups of several modules; schedule='interleaved_1f1b' has chunks of theirs"
             )
         return forward_backward_pipelining_without_interleaving
     if pp_size is None and hasattr(pg_collection, "pp"):
@@ -229,26 +228,7 @@ def forward_backward_with_schedule(
         StepArgumentError: no communicator, or lists without an item for each stage.
         PlanError: a graph or a placement that the schedule does not fit.
     """
-    call = StepCall(
-        forward_step_func=forward_step_func,
-        data_iterator=data_iterator,
-        model=model,
-        num_microbatches=num_microbatches,
-        seq_length=seq_length,
-        micro_batch_size=micro_batch_size,
-        decoder_seq_length=decoder_seq_length,
-        forward_only=forward_only,
-        collect_non_loss_data=collect_non_loss_data,
-        first_val_step=first_val_step,
-        p2p_communicator=p2p_communicator,
-        pg_collection=pg_collection,
-        routes=routes,
-        force_all_reduce=force_all_reduce,
-        batch=batch,
-        sums=sums,
-        last=last,
-    )
-    return run_step(StepKind(schedule, num_slices), call)
+    return run_step(StepKind(schedule, num_slices), StepCall(**locals()))
 
 
 def forward_backward_pipelining_with_interleaving(

@@ -22,33 +22,33 @@ from pipegrid.transport.config import P2PConfig
 from pipegrid.transport.errors import P2PUsageError
 
 
-def _functions(value: Any) -> Any:
-    if not all(one is None or callable(one) for one in (value if isinstance(value, (list, tuple)) else [value])):
-        raise ValueError
-    return value
-
-
-_FUNCTIONS = Rule(_functions, "a function, a list with one for each chunk, or None")
-
-
-def _with(*names: str) -> Callable[[Any], Any]:
+def _rule(accepts: Callable[[Any], bool], text: str) -> Rule:
     def convert(value: Any) -> Any:
-        if not all(hasattr(value, name) for name in names):
+        if not accepts(value):
             raise ValueError
         return value
 
-    return convert
+    return Rule(convert, text)
 
 
-def _sets_scale(value: Any) -> Any:
-    if not hasattr(value, "set_loss_scale") and (isinstance(value, type) or not callable(value)):
-        raise ValueError
-    return value
+def _are_functions(value: Any) -> bool:
+    return all(one is None or callable(one) for one in (value if isinstance(value, (list, tuple)) else [value]))
 
 
-_Scaler: TypeAlias = Annotated[Any, Rule(_sets_scale, "a class with set_loss_scale(scale), or a function of the scale")]
-_Hook: TypeAlias = Annotated[Any, Rule(_with("before", "after"), "a hook with before(action) and after(action)")]
-_Tie: TypeAlias = Annotated[Any, Rule(_with("name", "stages", "copies"), "a TiedParameters")]
+def _sets_scale(value: Any) -> bool:
+    return hasattr(value, "set_loss_scale") or (callable(value) and not isinstance(value, type))
+
+
+def _has(*names: str) -> Callable[[Any], bool]:
+    return lambda value: all(hasattr(value, name) for name in names)
+
+
+_FUNCTIONS = _rule(_are_functions, "a function, a list with one for each chunk, or None")
+_Scaler: TypeAlias = Annotated[
+    Any, _rule(_sets_scale, "a class with set_loss_scale(scale), or a function of the scale")
+]
+_Hook: TypeAlias = Annotated[Any, _rule(_has("before", "after"), "a hook with before(action) and after(action)")]
+_Tie: TypeAlias = Annotated[Any, _rule(_has("name", "stages", "copies"), "a TiedParameters")]
 
 _Function: TypeAlias = Annotated[Callable[..., Any], instance(Callable, "a function or None")]
 _NoSync: TypeAlias = Callable[[], AbstractContextManager[Any]]

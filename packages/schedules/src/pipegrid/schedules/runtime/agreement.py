@@ -10,16 +10,14 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from attrs import define, field
 
-from pipegrid.core.edge import Edge
 from pipegrid.monitor import DisagreementError
-from pipegrid.plans.plan import Plan
+from pipegrid.schedules.runtime.position import BoundPosition
 from pipegrid.schedules.runtime.stages.edge_queues import RecvQueue
-from pipegrid.transport.base import Communicator
 from pipegrid.transport.collectives.differences import by_text
 from pipegrid.transport.control.handshake import Handshake
 
@@ -31,17 +29,12 @@ _DIFFERENT = "the ranks do not run the same step"
 class StepAgreement:
     """Compares a step with the ranks at the other ends of this rank's edges, where the communicator knows them.
 
-    ``across``: edges to another replica, each with that. ``receives``: the queues whose messages are used when the
-    ranks at their other ends are known to agree. ``deadline``: seconds to wait for what a neighbour says.
+    Queues use their messages when the ranks at their other ends are known to agree.
     """
 
-    plan: Plan
-    communicator: Communicator
-    edges: tuple[Edge, ...]
-    across: tuple[tuple[Edge, int], ...]
-    receives: Iterable[RecvQueue]
+    position: BoundPosition
     rank: int | None
-    deadline: float
+    deadline: float  # seconds to wait for what a neighbour says
     _neighbours: Sequence[Handshake] | None = field(default=None, init=False)  # before the first step
     _of_queues: list[tuple[RecvQueue, Callable[[], None]]] = field(factory=list, init=False)
     _what: str = field(default="", init=False)
@@ -56,7 +49,7 @@ class StepAgreement:
         messages of one that was seen before need no headers.
         """
         if self._said != (kind, agree, batch):
-            self._said, self._batch, plan = (kind, agree, batch), batch, self.plan
+            self._said, self._batch, plan = (kind, agree, batch), batch, self.position.plan
             self._what = f"{kind} of {plan.num_microbatches} microbatches (plan {plan.digest}){agree and f' {agree}'}"
             signed = hashlib.blake2b(f"{self._what} {batch}".encode(), digest_size=6)
             self._signature = batch and signed.hexdigest()
@@ -75,15 +68,18 @@ class StepAgreement:
 
     def _connect(self) -> Sequence[Handshake]:
         found: Sequence[Handshake] | None = None
-        if self.across:
-            found = self.communicator.neighbours_across(self.edges, self.across)
-        elif self.edges:
-            found = self.communicator.neighbours(self.edges)
-        for queue in () if found is None else self.receives:
+        communicator, queues = self.position.communicator, self.position.queues
+        edges = tuple(sorted({queue.edge for queue in queues if not queue.local and queue.replica is None}))
+        across = tuple(sorted({(queue.edge, queue.replica) for queue in queues if queue.replica is not None}))
+        if across:
+            found = communicator.neighbours_across(edges, across)
+        elif edges:
+            found = communicator.neighbours(edges)
+        for queue in () if found is None else self.position.receives.values():
             if queue.replica is not None:
-                own = self.communicator.neighbours_across([], [(queue.edge, queue.replica)])
+                own = communicator.neighbours_across([], [(queue.edge, queue.replica)])
             else:
-                own = None if queue.local else self.communicator.neighbours([queue.edge])
+                own = None if queue.local else communicator.neighbours([queue.edge])
             self._of_queues += [] if own is None else [(queue, partial(self._hear, own))]
         return found or ()
 

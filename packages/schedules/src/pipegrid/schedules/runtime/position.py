@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from pipegrid.core.edge import Direction, Edge
+from pipegrid.core.edge import Direction
 from pipegrid.plans.plan import OFFLOADING, SHARDING, Action, ActionKind, Plan
 from pipegrid.schedules.runtime.passages import ActorFlows, Passage, Way
 from pipegrid.schedules.runtime.stages.edge_queues import Output, ReceivesAhead, RecvQueue, SendQueue
@@ -25,6 +25,8 @@ from pipegrid.search.buffers.lifetimes import lifetimes
 from pipegrid.transport import streams
 from pipegrid.transport.base import Communicator
 from pipegrid.transport.messages.slot import Slot
+
+_RECEIVES = (ActionKind.RECV_F, ActionKind.RECV_B)
 
 
 class BoundPosition:
@@ -84,10 +86,10 @@ class BoundPosition:
             way: sending(way.edge, way.direction, *of_all, to_here.get(way), replica=way.replica)
             for way in self._flows.sends
         }
+        self.queues: tuple[RecvQueue | SendQueue, ...] = (*self.receives.values(), *self.sends.values())
         for action in self.actions:
-            if action.kind in (ActionKind.RECV_F, ActionKind.RECV_B):
-                for queue in self.receives_of(action):
-                    queue.expected += 1
+            for queue in self.receives_of(action) if action.kind in _RECEIVES else ():
+                queue.expected += 1
         self._ends = self._find_ends() if reuse_buffers else {}
         self.slots: dict[int, Slot] = {}  # of `buffers`, once a step has begun
         self._in_order: dict[ReceivesAhead, list[Slot | None]] = defaultdict(list)
@@ -96,7 +98,7 @@ class BoundPosition:
         self._summed: dict[Way, SummedQueue] = {}
         self._runner_of: dict[tuple[int, int], StageRunner] = {}
         self.runners = {number: self._runners(number, stage) for number, stage in stages.items()}
-        self._kept = (*self._queues, *self._lent.values(), *self._summed.values())
+        self._kept = (*self.queues, *self._lent.values(), *self._summed.values())
 
     def _runners(self, number: int, stage: Stage) -> tuple[StageRunner, ...]:
         """The computes of a stage, by the passages of its pieces; of the whole plan's where replicas act alike."""
@@ -169,23 +171,9 @@ class BoundPosition:
         )
         if sends or receives:
             self.communicator.open_across(sends=sends, receives=receives)
-        for queue in self._queues:
+        for queue in self.queues:
             if queue.replica is not None:
                 queue.bind()
-
-    @property
-    def outside(self) -> tuple[Edge, ...]:
-        """The edges whose payloads come from or go to other positions of this replica."""
-        return tuple(sorted({queue.edge for queue in self._queues if not queue.local and queue.replica is None}))
-
-    @property
-    def across(self) -> tuple[tuple[Edge, int], ...]:
-        """The edges whose payloads come from or go to another replica, each with that."""
-        return tuple(sorted({(queue.edge, queue.replica) for queue in self._queues if queue.replica is not None}))
-
-    @property
-    def _queues(self) -> list[RecvQueue | SendQueue]:
-        return [*self.receives.values(), *self.sends.values()]
 
     # Of a step
 
@@ -240,7 +228,8 @@ class BoundPosition:
         def lane_of(message: Buffered) -> tuple[object, int] | None:
             queue = self._queue_of(message)
             ahead = queue.ahead or self._bind(queue)
-            return (ahead, ahead.most) if ahead.takes_slots else None
+            port = ahead.port
+            return (ahead, getattr(port, "ahead", 0)) if getattr(port, "takes_slots", False) else None
 
         return position_buffers(self.plan, self.number, lane_of=lane_of, flows=self._flows.flows)
 
@@ -262,11 +251,9 @@ class BoundPosition:
         for message, slot in self.buffers.slot_of.items():
             self._queue_of(message).slots[self.plan.piece_of(message.action)] = self.slots[slot]
         for action in self.actions:
-            if action.kind in (ActionKind.RECV_F, ActionKind.RECV_B):
-                for queue in self.receives_of(action):
-                    assert queue.ahead is not None  # by `start`
-                    own = queue.slots.get(self.plan.piece_of(action))
-                    self._in_order[queue.ahead].append(own)
+            for queue in self.receives_of(action) if action.kind in _RECEIVES else ():
+                assert queue.ahead is not None  # by `start`
+                self._in_order[queue.ahead].append(queue.slots.get(self.plan.piece_of(action)))
 
     def _bind(self, queue: RecvQueue) -> ReceivesAhead:
         """Have the queues of one port, which are of several edges between two ranks, post in one order."""
@@ -286,7 +273,7 @@ class BoundPosition:
     def set_deadline(self, seconds: float | None) -> None:
         """Give every message this deadline."""
         self.deadline = seconds
-        for queue in self._queues:
+        for queue in self.queues:
             queue.deadline = seconds
 
     def settle(self) -> None:

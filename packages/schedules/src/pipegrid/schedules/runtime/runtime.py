@@ -153,9 +153,7 @@ class PipelineRuntime:
         self._announce = () if monitor is None else (monitor.announce,)
         self._program, self._forwards = programs(self._bound, self._hooks, self._effects, self._paired, self._announce)
         rank = _rank_of(communicator, monitor)
-        bound, seconds = self._bound, deadline or communicator.deadline
-        receives = tuple(bound.receives.values())
-        self._agreement = StepAgreement(self.plan, communicator, bound.outside, bound.across, receives, rank, seconds)
+        self._agreement = StepAgreement(self._bound, rank, deadline or communicator.deadline)
         self._recorder = FlightRecorder(None if failure_dir is None else Path(failure_dir), rank, communicator)
         self._cursor = Cursor(self.plan, rank, self.position, self._program)
         self._failures = StepFailures(self._bound, self._cursor, monitor, self._agreement, self._recorder, alone=alone)

@@ -1,7 +1,4 @@
-"""The payloads of the edges at one position, by piece: received, kept for their send, and under way.
-
-A piece is a microbatch, or one slice of it where a plan cuts microbatches along the sequence (`Plan.piece_of`).
-"""
+"""The payloads of the edges at one position, by piece (a microbatch, or a slice of it): received, sent, under way."""
 
 from __future__ import annotations
 
@@ -44,16 +41,6 @@ class ReceivesAhead:
 
     def __attrs_post_init__(self) -> None:
         self.irecv = self.port.irecv
-
-    @property
-    def takes_slots(self) -> bool:
-        """Whether its receives can be posted to slots."""
-        return getattr(self.port, "takes_slots", False)
-
-    @property
-    def most(self) -> int:
-        """How many are posted before their turn."""
-        return getattr(self.port, "ahead", 0)
 
     def start(self, expected: int, slots: Sequence[Slot | None] = ()) -> None:
         """Post the first ones of a step that has ``expected``; ``slots``: where they are to arrive, in order."""

@@ -37,11 +37,11 @@ def torch_schedule(
     ranks, rank = stages[0].group_size, stages[0].group_rank
     if ranks != plan.num_positions:
         raise PlanError(f"the stages are in a group of {ranks} ranks, the plan has {plan.num_positions} positions")
-    numbers = sorted(stage.stage_index for stage in stages)
-    if numbers != list(plan.stages_at[rank]) or stages[0].num_stages != plan.num_stages:
+    found = sorted(stage.stage_index for stage in stages), stages[0].num_stages
+    planned = list(plan.stages_at[rank]), plan.num_stages
+    if found != planned:
         raise PlanError(
-            f"rank {rank} has the stages {numbers} of {stages[0].num_stages}; in the plan it has "
-            f"{list(plan.stages_at[rank])} of {plan.num_stages}"
+            f"rank {rank} has the stages {found[0]} of {found[1]}; in the plan {planned[0]} of {planned[1]}"
         )
     for stage in stages:
         _keep_first_messages_off_its_own_rank(stage)

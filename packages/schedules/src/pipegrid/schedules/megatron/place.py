@@ -155,49 +155,33 @@ def step_plan(
         4
     """
     require_graph(graph)
-    place = Place(
-        graph,
-        (),
-        None if placement is None else as_placement(placement),
-        tuple(collectives),
-        checked(frozen, tuple[Name, ...], "frozen", PlanError),
-    )
-    needs = PlanNeeds(
-        checked(num_microbatches, Count, "num_microbatches", PlanError),
-        tuple((name, tuple(stages)) for name, stages in tied),
-        sharding_key(shard, prefetch),
-        routes,
-    )
+    placed = None if placement is None else as_placement(placement)
+    place = Place(graph, (), placed, tuple(collectives), checked(frozen, tuple[Name, ...], "frozen", PlanError))
+    count = checked(num_microbatches, Count, "num_microbatches", PlanError)
+    ties = tuple((name, tuple(stages)) for name, stages in tied)
+    needs = PlanNeeds(count, ties, sharding_key(shard, prefetch), routes)
     slices = checked(num_slices, Count, "num_slices", PlanError)
     return step_proof(place, needs, find_schedule(schedule).name, slices, overlap=overlap).plan
 
 
 def step_proof(place: Place, needs: PlanNeeds, schedule: str, num_slices: int, *, overlap: bool = False) -> Proof:
-    """The proof of `step_plan`, cached: the runtime takes it as it is. ``place``: without stages, of all positions.
-
-    ``overlap``: forwards and backwards run together, where the schedule has pairs.
-    """
+    """The proof of `step_plan`, cached: the runtime takes it as it is. ``place``: without stages, of all positions."""
     prove = _step_proof if needs.routes is None else _routed_proof
     return prove(place, needs, schedule, num_slices, overlap)
 
 
 def _prove(place: Place, needs: PlanNeeds, schedule: str, num_slices: int, overlap: bool) -> Proof:
+    graph, count = place.graph, needs.num_microbatches
     computes = schedule_for(
-        place.graph,
-        schedule,
-        needs.num_microbatches,
-        placement=place.placement,
-        forward_only=place.frozen,
-        num_slices=num_slices,
+        graph, schedule, count, placement=place.placement, forward_only=place.frozen, num_slices=num_slices
     )
     if overlap:
-        if len(place.graph.modules) > 1 or place.frozen or needs.routes is not None:
+        if len(graph.modules) > 1 or place.frozen or needs.routes is not None:
             raise PlanError(f"{schedule} has pairs of one module that is trained, on replicas that act alike")
-        chunks = place.graph.num_stages // computes.num_positions
-        computes = find_schedule(schedule).plan(computes.num_positions, needs.num_microbatches, chunks, overlap=True)
-    return needs.proof(
-        computes, collectives={edge: f"bridge-{edge.source}-{edge.destination}" for edge in place.collectives}
-    )
+        chunks = graph.num_stages // computes.num_positions
+        computes = find_schedule(schedule).plan(computes.num_positions, count, chunks, overlap=True)
+    collectives = {edge: f"bridge-{edge.source}-{edge.destination}" for edge in place.collectives}
+    return needs.proof(computes, collectives=collectives)
 
 
 _step_proof = lru_cache(maxsize=64)(_prove)
@@ -209,9 +193,8 @@ def interleaved_proof(
     num_ranks: int, num_chunks: int, needs: PlanNeeds, group_size: int, receives: Receives, overlap: bool
 ) -> Proof:
     """The proof of the plan of the interleaved step function, cached. Pure."""
-    computes = interleaved_1f1b(
-        num_ranks, needs.num_microbatches, num_chunks=num_chunks, group_size=group_size, overlap=overlap
-    )
+    count = needs.num_microbatches
+    computes = interleaved_1f1b(num_ranks, count, num_chunks=num_chunks, group_size=group_size, overlap=overlap)
     return needs.proof(computes, receives=receives)
 
 
@@ -274,14 +257,12 @@ def proof_of_schedule(kind: StepKind, place: Place, needs: PlanNeeds, config: An
 
 def proof_of_interleaving(_: StepKind, place: Place, needs: PlanNeeds, config: Any) -> Proof:
     """Interleaved 1F1B with the groups of microbatches, the receives and the pairs of ``config``."""
-    chunks = len(place.stages)
+    chunks, count = len(place.stages), needs.num_microbatches
     ranks = place.graph.num_stages // chunks
     group_size = checked_option(config, "microbatch_group_size_per_vp_stage") or ranks
-    num_microbatches = needs.num_microbatches
-    last = num_microbatches % group_size
-    if not ranks <= group_size <= num_microbatches or 0 < last < ranks:
+    if not ranks <= group_size <= count or 0 < count % group_size < ranks:
         raise StepArgumentError(
-            f"{num_microbatches} microbatches in groups of {group_size} over {ranks} ranks: the interleaved step "
+            f"{count} microbatches in groups of {group_size} over {ranks} ranks: the interleaved step "
             "needs ranks <= group size <= microbatches, and a last group that is full or has at least as many "
             "microbatches as ranks. A PipelineRuntime runs interleaved_1f1b without this limit"
         )

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,7 @@ from pipegrid.schedules.runtime.warm_up import generator_states
 from pipegrid.transport import streams
 from pipegrid.transport.collectives.starting import start, wait_inside
 
+Aside: TypeAlias = Callable[[str], AbstractContextManager[object]]
 FORWARD, BACKWARD = 0, 1
 _here: dict[int, tuple[_Pair, int]] = {}  # by thread: the pair that runs there, and which half of it
 _on_devices: list[_Pair] = []  # those whose backwards run in threads of the device
@@ -62,12 +63,7 @@ class TakeTurns:
             `Recorder.aside` shows it in a timeline, as ``dispatch of F``.
     """
 
-    def __init__(
-        self,
-        *,
-        device: torch.device | None = None,
-        aside: Callable[[str], AbstractContextManager[object]] | None = None,
-    ) -> None:
+    def __init__(self, *, device: torch.device | None = None, aside: Aside | None = None) -> None:
         self._device, self._aside = device, aside
         # One thread for all pairs: a new one would make the threads of its operators anew.
         self._helper = ThreadPoolExecutor(1, thread_name_prefix="pipegrid-pair")
@@ -98,12 +94,7 @@ class TakeTurns:
 class _Pair:
     """A pair that runs: whose turn it is, by a lock for each half, which is held while the half waits."""
 
-    def __init__(
-        self,
-        actions: Sequence[Action],
-        device: torch.device | None,
-        aside: Callable[[str], AbstractContextManager[object]] | None,
-    ) -> None:
+    def __init__(self, actions: Sequence[Action], device: torch.device | None, aside: Aside | None) -> None:
         self.actions, self.aside = actions, aside
         self._devices = [] if device is None or device.type == "cpu" else [device]
         self.error: BaseException | None = None
@@ -113,11 +104,8 @@ class _Pair:
         self._turns[FORWARD].acquire()
         self._grad = torch.is_grad_enabled()
         self._stream = None if device is None else streams.current_stream(device)
-        self._casts = [
-            (kind, torch.get_autocast_dtype(kind))
-            for kind in dict.fromkeys(("cpu", "cpu" if device is None else device.type))
-            if torch.is_autocast_enabled(kind)
-        ]
+        kinds = dict.fromkeys(("cpu", "cpu" if device is None else device.type))
+        self._casts = [(kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind)]
 
     def run(self, half: int, compute: Callable[[], None]) -> None:
         """Run one half in this thread, from its first turn to its end."""
@@ -160,10 +148,6 @@ class _Pair:
         for restore in self.kept[half]:
             restore()
 
-    def under_way(self, point: str, half: int) -> AbstractContextManager[object]:
-        """The block in which what a half has started is under way."""
-        return contextlib.nullcontext() if self.aside is None else self.aside(f"{point} of {self.actions[half].kind}")
-
 
 def _half() -> tuple[_Pair, int] | None:
     """The pair that runs in this thread, and which half; a device runs backwards in threads of its own."""
@@ -193,7 +177,7 @@ def hand_over(point: str, work: Work | None = None) -> None:
         _wait(work)
         return
     pair, half = found
-    with pair.under_way(point, half):
+    with contextlib.nullcontext() if pair.aside is None else pair.aside(f"{point} of {pair.actions[half].kind}"):
         pair.hand_over(half)
         _wait(work)
 

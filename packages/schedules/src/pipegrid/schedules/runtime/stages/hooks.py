@@ -67,8 +67,7 @@ class HostLead:
     def __init__(self, actions: Iterable[Action], device: torch.device, most: int = _MICROBATCHES_AHEAD) -> None:
         computes = [action for action in actions if action.kind.is_compute]
         self._last = frozenset({action.microbatch: action for action in computes}.values())
-        self._device = device
-        self._most = most
+        self._device, self._most = device, most
         self._pending: deque[Sequence[Any]] = deque()
 
     def before(self, action: Action) -> None:

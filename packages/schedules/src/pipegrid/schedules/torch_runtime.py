@@ -40,9 +40,8 @@ def torch_schedule(
     found = sorted(stage.stage_index for stage in stages), stages[0].num_stages
     planned = list(plan.stages_at[rank]), plan.num_stages
     if found != planned:
-        raise PlanError(
-            f"rank {rank} has the stages {found[0]} of {found[1]}; in the plan {planned[0]} of {planned[1]}"
-        )
+        text = "rank {} has the stages {} of {}; in the plan it has {} of {}"
+        raise PlanError(text.format(rank, *found, *planned))
     for stage in stages:
         _keep_first_messages_off_its_own_rank(stage)
     schedule = _PipelineScheduleRuntime(list(stages), plan.num_microbatches, **options)  # type: ignore[no-untyped-call]

@@ -35,11 +35,7 @@ def end_connections(groups: Iterable[dist.ProcessGroup], cause: str) -> None:
 
 
 def require_no_watchdog() -> None:
-    """Raise where torch ends this process, or lets its kernels end without their data, before others are asked.
-
-    Raises:
-        SurviveError: it does, for a backend of the default group.
-    """
+    """Raise SurviveError where torch ends this process, or its kernels without their data, before others are asked."""
     for part in dist.get_backend_config().split(","):
         if watchdog_acts(backend := part.split(":")[1]):
             raise SurviveError(

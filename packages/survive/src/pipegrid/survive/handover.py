@@ -38,11 +38,9 @@ class Stateful(Protocol):
 
     def state_dict(self) -> Any:
         """The state, of tensors and plain data."""
-        ...
 
     def load_state_dict(self, state_dict: Any, /) -> Any:
         """Restore a state of `state_dict`."""
-        ...
 
 
 @frozen(eq=False)

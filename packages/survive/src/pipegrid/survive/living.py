@@ -87,11 +87,7 @@ class Living:
         return tuple([member for member in grid.group_ranks(dims, rank) if member in self.ranks])
 
     def require_every_position(self) -> None:
-        """Raise unless each position lives in a replica.
-
-        Raises:
-            JobFailedError: one does not; its stages are on no rank.
-        """
+        """Raise JobFailedError unless each position lives in a replica: its stages would be on no rank."""
         for position in range(self.positions):
             if all(Actor(position, replica) in self.dead for replica in range(self.replicas)):
                 raise JobFailedError(

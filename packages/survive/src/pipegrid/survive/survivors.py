@@ -43,11 +43,9 @@ class World(Protocol):
 
         ``cause`` is for the errors of those that wait.
         """
-        ...
 
     def close(self) -> None:
         """Free everything: together with the other ranks, or alone after `abort`."""
-        ...
 
 
 @runtime_checkable
@@ -56,7 +54,6 @@ class ConfiguringWorld(World, Protocol):
 
     def configure(self, modules: Modules) -> None:
         """Set the configs of ``modules``, until `close`. Called once, before the first function of the epoch."""
-        ...
 
 
 @runtime_checkable
@@ -66,7 +63,6 @@ class OpenWorld(World, Protocol):
     @property
     def peers(self) -> dist.ProcessGroup:
         """The ranks with the same state, this one among them: from one of them a new process gets it."""
-        ...
 
 
 @frozen
@@ -327,10 +323,7 @@ class Survivors(Generic[W]):
         """Say that this rank has done ``key``, its device too; whether all others have.
 
         A kernel that waits for a dead rank ends by the abort of its group, as if it had what it waited for; so where
-        this rank knows of a death by now, it has not done it.
-
-        Raises:
-            RuntimeError: the epoch ends; or the device does not.
+        this rank knows of a death by now, it has not done it: a RuntimeError.
         """
         self._device.wait(key, self._why_not_wait, first=not self._watching)
         self.epochs.check(key)

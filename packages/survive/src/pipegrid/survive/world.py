@@ -94,11 +94,7 @@ class PipelineWorld:
 
     @property
     def checkpoints(self) -> Checkpoints:
-        """The checkpoints in the job's directory, of the ranks that take part.
-
-        Raises:
-            SurviveError: the job has no directory.
-        """
+        """The checkpoints in the job's directory, of the ranks that take part; SurviveError without a directory."""
         if self._checkpoints is None:
             raise SurviveError("the job has no checkpoints; give PipelineJob(checkpoints=directory)")
         return self._checkpoints
@@ -123,10 +119,7 @@ class PipelineWorld:
         return slow
 
     def configure(self, modules: Modules) -> None:
-        """Set ``job_group`` in the configs of ``modules`` and in their loss scalers, and ties of the living ranks.
-
-        And, with ``speeds="measured"``, the hook that measures.
-        """
+        """Set ``job_group`` in configs and loss scalers of ``modules``, ties of the living, the hook that measures."""
         owners = dict.fromkeys(owner for _, module in named_modules(modules) if (owner := config_owner(module)))
         ties = {tie.name: tie for owner in owners for tie in option(owner.config, "tied_parameters")}
         living: Collection[TiedParameters] = ()

@@ -206,8 +206,11 @@ def require_forward_step(forward_step_func: Any, *, checkpoints: bool) -> None:
         _FITTING[function] = len(arguments)
 
 
-def require_in_place(models: Mapping[int, Any], graph: ModuleGraph) -> None:
-    """Raise StepArgumentError for a stage of a layout (``stage_of_layout``) that the communicator places otherwise."""
+def require_fit(models: Mapping[int, Any], config: Any, graph: ModuleGraph, num_slices: int) -> None:
+    """Raise StepArgumentError for a stage of a layout (``stage_of_layout``) that the communicator places otherwise.
+
+    With slices also for a model, or an option, that does not work with them.
+    """
     for stage, model in models.items():
         own: tuple[int, int] | None = unwrapped_attribute(model, "stage_of_layout")
         module, number = graph.module_of(stage)
@@ -218,6 +221,18 @@ def require_in_place(models: Mapping[int, Any], graph: ModuleGraph) -> None:
             f"{graph.depth(module)} stages of module {module!r}, pp x chunks. Give a layout with as many stages, and "
             "communicator and models one placement, that of the schedule: stage_places(schedule, pp)"
         )
+    if num_slices == 1:
+        return
+    for name in (CHECKPOINTS, "no_sync_func", "defer_embedding_wgrad_compute", "shard"):
+        value = option(config, name)
+        if value is not None and value is not False:
+            raise StepArgumentError(f"config.{name} is set, which counts whole microbatches: {num_slices=}")
+    for stage, model in models.items():
+        if not modules_with(model.modules(), "current_slice")["current_slice"]:
+            raise StepArgumentError(
+                f"num_slices is {num_slices}, and no module of stage {stage} has a current_slice, by which attention "
+                "sees the earlier slices; set current_slice = None on each attention module (or on any)"
+            )
 
 
 def require_compatible(kind: StepKind, place: Place, call: StepCall, models: Mapping[int, Any], config: Any) -> None:
@@ -251,20 +266,6 @@ def require_compatible(kind: StepKind, place: Place, call: StepCall, models: Map
                     "`pipeline_stage` of pipegrid.training: there is no whole model to compare with; leave check "
                     "out of its config"
                 )
-
-
-def require_sliced(models: Mapping[int, Any], config: Any, num_slices: int) -> None:
-    """Raise StepArgumentError for a model, or an option, that does not work with slices."""
-    for name in (CHECKPOINTS, "no_sync_func", "defer_embedding_wgrad_compute", "shard"):
-        value = option(config, name)
-        if value is not None and value is not False:
-            raise StepArgumentError(f"config.{name} is set, which counts whole microbatches: {num_slices=}")
-    for stage, model in models.items():
-        if not modules_with(model.modules(), "current_slice")["current_slice"]:
-            raise StepArgumentError(
-                f"num_slices is {num_slices}, and no module of stage {stage} has a current_slice, by which attention "
-                "sees the earlier slices; set current_slice = None on each attention module (or on any)"
-            )
 
 
 _VALUES = (

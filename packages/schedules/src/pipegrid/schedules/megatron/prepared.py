@@ -33,9 +33,8 @@ from pipegrid.schedules.megatron.call import (
     models_by_stage,
     options_of,
     require_compatible,
+    require_fit,
     require_forward_step,
-    require_in_place,
-    require_sliced,
     step_key,
 )
 from pipegrid.schedules.megatron.config import (
@@ -205,9 +204,7 @@ class PreparedStep:
         self.plan = plan = proof.plan
         if planned is not None and planned.moves:  # lanes to other replicas are opened by these routes
             require_equal_routes(call.pg_collection, self.place, models, planned, self.waiting)
-        require_in_place(models, plan.graph)
-        if plan.num_slices > 1:
-            require_sliced(models, config, plan.num_slices)
+        require_fit(models, config, plan.graph, plan.num_slices)
         number = None if planned is None else 0 if planned.num_replicas == 1 else replica
         self.actor = position_of(plan, models, number)
         self.policy = None if call.forward_only else self._policy(call, models, config)

@@ -43,7 +43,6 @@ class Work(Protocol):
 
     def wait(self) -> Any:
         """Hold the caller (on a device: its stream) until it is done."""
-        ...
 
 
 class TakeTurns:

@@ -20,11 +20,9 @@ class Hook(Protocol):
 
     def before(self, action: Action) -> None:
         """The action's inputs are there; it starts now."""
-        ...
 
     def after(self, action: Action) -> None:
         """The action is done (a message: posted)."""
-        ...
 
 
 @runtime_checkable
@@ -33,7 +31,6 @@ class MessageHook(Hook, Protocol):
 
     def completed(self, action: Action) -> None:
         """The message of ``action`` has arrived, or has left."""
-        ...
 
 
 class ProfilerRanges:

@@ -56,7 +56,6 @@ class Stage(Protocol):
 
         In a plan with slices (`SlicedStage`) there is a third argument, the `Slice`.
         """
-        ...
 
 
 class SlicedStage(Protocol):
@@ -71,7 +70,6 @@ class SlicedStage(Protocol):
         With ``part``, keep what the later slices need and read what the earlier ones have kept. The losses of the
         slices add up to that of the microbatch.
         """
-        ...
 
 
 def payloads_of(

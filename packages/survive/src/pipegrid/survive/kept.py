@@ -71,7 +71,7 @@ class KeptState:
         self._states = capture()
 
     def require_unwritten(self, key: str) -> None:
-        """Raise SurviveError where the function of ``key`` has written or replaced a gradient since a `keep` without."""
+        """Raise SurviveError where the function of ``key`` has written a gradient since a `keep` without."""
         for parameter, place, tensor, writes in self._seen:
             found, count = _writes(parameter, place)
             if found is not tensor or count != writes:

@@ -61,7 +61,7 @@ def test_a_lane_that_cannot_be_described_does_not_hide_the_failure(tmp_path):
             return {"lane": 1 / 0}
 
     recorder = FlightRecorder(tmp_path, 3, Odd())
-    assert recorder.write(error="lost").startswith(f"\nRecorded in {tmp_path / 'rank3.json'}; ")
+    assert recorder.record(PLAN, "lost", "lost", "nowhere").startswith(f"\nRecorded in {tmp_path / 'rank3.json'}; ")
     record = json.loads((tmp_path / "rank3.json").read_text())
     assert record["error"] == "lost"
     assert record["lanes"] == {"not taken": "ZeroDivisionError: division by zero"}
@@ -69,7 +69,7 @@ def test_a_lane_that_cannot_be_described_does_not_hide_the_failure(tmp_path):
 
 def test_the_nccl_flight_recorder_is_written_beside_under_the_name_that_torchs_reader_takes(tmp_path, monkeypatch):
     monkeypatch.setattr(step_failures, "nccl_dump", lambda: lambda: b"a pickle")
-    text = FlightRecorder(tmp_path, 3, Communicator()).write(error="lost")
+    text = FlightRecorder(tmp_path, 3, Communicator()).record(PLAN, "lost", "lost", "nowhere")
     assert text.endswith(f" who holds the job up: pipegrid explain {tmp_path}")
     assert (tmp_path / "nccl_trace_rank_3").read_bytes() == b"a pickle"
 

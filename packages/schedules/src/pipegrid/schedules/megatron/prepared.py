@@ -57,7 +57,7 @@ from pipegrid.schedules.megatron.place import (
 from pipegrid.schedules.megatron.shapes import AnnouncedShapes, announced_shapes, sent_shape
 from pipegrid.schedules.megatron.stage import MegatronStage, RoutedSkippingStage, RoutedStage, SkippingStage, takes_part
 from pipegrid.schedules.megatron.units.batches import UnitBatches
-from pipegrid.schedules.megatron.units.numbers import (
+from pipegrid.schedules.megatron.units.routes import (
     StageUnits,
     planned_routes,
     replica_of,

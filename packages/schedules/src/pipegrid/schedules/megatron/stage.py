@@ -21,7 +21,7 @@ from pipegrid.schedules.megatron.config import AuxLossScaler, unwrapped_attribut
 from pipegrid.schedules.megatron.forward import WithLoss, modules_with, run_model, scaled_loss
 from pipegrid.schedules.megatron.shapes import AnnouncedShapes, SentShape
 from pipegrid.schedules.megatron.units.batches import UnitBatches
-from pipegrid.schedules.megatron.units.numbers import StageUnits
+from pipegrid.schedules.megatron.units.routes import StageUnits
 from pipegrid.schedules.runtime import Forwarded, Slice
 
 

@@ -24,7 +24,7 @@ from pipegrid.schedules.megatron.place import StepKind
 from pipegrid.schedules.megatron.prepared import PreparedStep, prepared_step
 from pipegrid.schedules.megatron.stage import RoutedStage
 from pipegrid.schedules.megatron.units.by_unit import UnitGradients, require_addable_by_unit
-from pipegrid.schedules.megatron.units.numbers import require_equal_routes
+from pipegrid.schedules.megatron.units.routes import require_equal_routes
 from pipegrid.schedules.runtime import Hook
 
 _B, _W = ActionKind.B, ActionKind.W

@@ -17,6 +17,7 @@ from pipegrid.plans.plan import OFFLOADING, SHARDING, Action, ActionKind, step_t
 from pipegrid.schedules.runtime.position import BoundPosition
 from pipegrid.schedules.runtime.preflight import reducer_name
 from pipegrid.schedules.runtime.stages.edge_queues import RecvQueue, SendQueue
+from pipegrid.schedules.runtime.stages.offload import Offload
 from pipegrid.schedules.runtime.stages.shared_calls import LentQueue
 from pipegrid.schedules.runtime.stages.stage import for_another_replica
 from pipegrid.schedules.runtime.stages.stage_runner import StageRunner
@@ -127,13 +128,11 @@ def shard(at: BoundPosition, action: Action) -> Bound:
 
 def offload(at: BoundPosition, action: Action) -> Bound:
     """``OFFLOAD``: copy what a forward has saved to the host; ``RELEASE``: free it here; ``RELOAD``: copy it back."""
-    flight = at.runner(action).flight
-    effects = {
-        ActionKind.OFFLOAD: flight.offload,
-        ActionKind.RELEASE: flight.release,
-        ActionKind.RELOAD: flight.reload,
-    }
-    return Bound(action, partial(effects[action.kind], at.plan.piece_of(action)))
+    flight, piece = at.runner(action).flight, at.plan.piece_of(action)
+    if action.kind is ActionKind.OFFLOAD:
+        return Bound(action, partial(flight.offload, piece))
+    moves = Offload.free if action.kind is ActionKind.RELEASE else Offload.back
+    return Bound(action, lambda: moves(flight.offloads[piece]))
 
 
 EFFECTS: Mapping[ActionKind, Callable[[BoundPosition, Action], Bound]] = {

@@ -117,18 +117,10 @@ class FlightRecorder:
         return True
 
     def record(self, plan: Plan, failure: str, stopped: str, place: str, report: Report | None = None) -> str:
-        """Write that a step of ``plan`` ``stopped`` at ``place`` because of ``failure``; see `write`."""
-        return self.write(
-            first_failure=failure.splitlines()[0],
-            error=stopped,
-            place=place,
-            plan=plan.digest,
-            microbatches=plan.num_microbatches,
-            ranks=None if report is None else report.places.splitlines(),
-        )
+        """Write that a step of ``plan`` ``stopped`` at ``place`` because of ``failure``.
 
-    def write(self, **known: object) -> str:
-        """Write the record with the values of ``known``; where, as a line for the error: empty without a folder."""
+        Where, is the line that is returned for the error: empty without a folder.
+        """
         if self.folder is None:
             return ""
         self.take()
@@ -137,7 +129,12 @@ class FlightRecorder:
             "rank": self.rank,
             "host": socket.gethostname(),
             "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-            **known,
+            "first_failure": failure.splitlines()[0],
+            "error": stopped,
+            "place": place,
+            "plan": plan.digest,
+            "microbatches": plan.num_microbatches,
+            "ranks": None if report is None else report.places.splitlines(),
             "lanes": self._lanes,
             "versions": _versions(),
         }
@@ -148,9 +145,8 @@ class FlightRecorder:
                 path.with_name(f"nccl_trace_rank_{path.stem.removeprefix('rank')}").write_bytes(self._trace)
         except Exception as error:  # noqa: BLE001 -- see the class
             return f"\nThe failure was not recorded in {self.folder}: {line_of(error)}"
-        return (
-            f"\nRecorded in {path}; what all ranks recorded, and who holds the job up: pipegrid explain {self.folder}"
-        )
+        explain = f"pipegrid explain {self.folder}"
+        return f"\nRecorded in {path}; what all ranks recorded, and who holds the job up: {explain}"
 
     def _write_new(self, name: str, text: str) -> Path:
         """Write a file that an earlier attempt of the job does not have."""
@@ -167,10 +163,9 @@ def _versions() -> dict[str, str]:
     found = {"torch": torch.__version__, "cuda": str(torch.version.cuda)}
     if torch.cuda.is_available() and torch.distributed.is_nccl_available():
         found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
-    try:
+    found["pipegrid-schedules"] = "not installed"
+    with contextlib.suppress(metadata.PackageNotFoundError):
         found["pipegrid-schedules"] = metadata.version("pipegrid-schedules")
-    except metadata.PackageNotFoundError:
-        found["pipegrid-schedules"] = "not installed"
     return found
 
 
@@ -222,19 +217,16 @@ class StepFailures:
         cause = relayed(stopped)
         # Before the lanes end, which carry what neighbours say of their step.
         different = None if isinstance(error, DisagreementError) else self.agreement.look_again(cause)
+        failure = f"{here}: {stopped}\n  at {place}"
         if isinstance(error, DisagreementError):
             failure = str(error)
-        elif cause is None:
-            failure = f"{here}: {stopped}\n  at {place}"
-        else:
+        elif cause is not None:
             failure = f"{cause}\n  {here} stopped at {place}: {without(stopped)}"
         self.position.drop()  # so that what the step held is not held until the runtime goes
-        report: Report | None = None
-        if self.monitor is not None:
-            report = self.monitor.failed(failure)
+        report = None if self.monitor is None else self.monitor.failed(failure)
+        if report is not None:
             first = report.first.text
-        else:
-            # Before the abort, so that ranks which it reaches find it.
+        else:  # before the abort, so that ranks which it reaches find it
             first = first_failure(failure, self.position.communicator.attempt)
             self.abort(first.splitlines()[0])
         if first != failure and not isinstance(error, DisagreementError):

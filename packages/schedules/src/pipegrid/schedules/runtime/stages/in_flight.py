@@ -87,11 +87,6 @@ class ActivationsInFlight:
         self.offloads.clear()
         self.kept.clear()
 
-    def slice_of(self, piece: int, *, training: bool) -> Slice:
-        """The slice of a forward, with what the earlier slices of its microbatch have kept."""
-        microbatch, index = divmod(piece, self.num_slices)
-        return Slice(index, self.num_slices, self.kept.setdefault(microbatch, {}), training)
-
     def keep(
         self,
         piece: int,
@@ -123,14 +118,6 @@ class ActivationsInFlight:
         held = [tensor for module in modules for tensor in (*module.parameters(False), *module.buffers(False))]
         offload = self.offloads[piece] = Offload(self.live[piece].starts(), held, self.copiers)
         offload.out()
-
-    def release(self, piece: int) -> None:
-        """``RELEASE``: wait for the copy, and free the memory of the device."""
-        self.offloads[piece].free()
-
-    def reload(self, piece: int) -> None:
-        """``RELOAD``: start to copy it back."""
-        self.offloads[piece].back()
 
     def require_splittable(self, path: Iterable[Node]) -> None:
         """Raise with the module behind an unsplittable graph: after the first forward, or at the I of a later one."""

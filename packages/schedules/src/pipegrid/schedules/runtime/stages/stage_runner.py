@@ -126,8 +126,9 @@ class StageRunner:
         arguments: tuple[Any, ...] = (piece, inputs)
         part = None
         if self._num_slices > 1:
-            part = self.flight.slice_of(piece, training=self.training)
-            arguments = (piece // self._num_slices, inputs, part)
+            microbatch, index = divmod(piece, self._num_slices)
+            part = Slice(index, self._num_slices, self.flight.kept.setdefault(microbatch, {}), self.training)
+            arguments = (microbatch, inputs, part)
         try:
             if self.training and not self._trapped:
                 self._trapped = True

@@ -221,9 +221,10 @@ class PipelineJob:
         routes = self.routes or Routes.identity(living.replicas, self.plan.num_microbatches)
         routes = reroute(routes, living.dead, plan=self.plan)
         speeds = self.speeds if isinstance(self.speeds, Mapping) else {}
-        specs = self._specs(living, rank, epoch.number)
-        made = create_groups({*specs.values()}, timeout=timedelta(seconds=self.timeout))
-        job_group = made[specs["", "job"]]
+        job, specs = GroupSpec(living.ranks, f"job of epoch {epoch.number}"), self._specs(living, rank, epoch.number)
+        every = {job}.union(*[own.values() for own in specs.values()])
+        made = create_groups(every, timeout=timedelta(seconds=self.timeout))
+        job_group = made[job]
         try:
             checkpoints = self._open(job_group)
             communicator = _connect(self, living, rank)
@@ -236,7 +237,7 @@ class PipelineJob:
             living=living,
             actor=living.actor(rank),
             routes=reroute(routes, speeds=speeds, plan=self.plan),
-            groups=self._groups(specs, made),
+            groups=self._groups({at: {name: made[spec] for name, spec in own.items()} for at, own in specs.items()}),
             job_group=job_group,
             communicator=communicator,
             checkpoints=checkpoints,
@@ -260,30 +261,26 @@ class PipelineJob:
             set_timeout(group, _SAVE_TIMEOUT)
         return made
 
-    def _specs(self, living: Living, rank: int, epoch: int) -> dict[tuple[str, str], GroupSpec]:
+    def _specs(self, living: Living, rank: int, epoch: int) -> dict[str, dict[str, GroupSpec]]:
         """The groups of this rank by module and name; those of one grid have no module."""
-        found = {("", "job"): GroupSpec(living.ranks, f"job of epoch {epoch}")}
+        found: dict[str, dict[str, GroupSpec]] = defaultdict(dict)
         grids = self.grid if isinstance(self.grid, Mapping) else {"": self.grid}
         for module, grid in grids.items():
             for name in _GROUPS if rank in grid.ranks else ():
                 dims = [dim for dim in name.split("_") if dim in grid.dim_names]
                 if dims:
                     label = f"{module and f'{module} '}{'+'.join(dims)} of epoch {epoch}"
-                    found[module, name] = GroupSpec(living.group(dims, rank, module), label)
+                    found[module][name] = GroupSpec(living.group(dims, rank, module), label)
         return found
 
     def _groups(
-        self, specs: Mapping[tuple[str, str], GroupSpec], made: Mapping[GroupSpec, Any]
+        self, made: Mapping[str, Mapping[str, Any]]
     ) -> ProcessGroupCollection | Mapping[str, ProcessGroupCollection]:
-        by_module: dict[str, dict[str, Any]] = defaultdict(dict)
-        for (module, name), spec in specs.items():
-            if name != "job":
-                by_module[module][name] = made[spec]
         if not isinstance(self.grid, Mapping):
             pipeline = self.grid.get_pg("pp")  # also with dead ranks, for their places
-            return ProcessGroupCollection(**by_module[""], pp=pipeline, grid=self.grid)
+            return ProcessGroupCollection(**made.get("", {}), pp=pipeline, grid=self.grid)
         grids = self.grid
-        return {name: ProcessGroupCollection(**groups, grid=grids[name]) for name, groups in by_module.items()}
+        return {name: ProcessGroupCollection(**groups, grid=grids[name]) for name, groups in made.items()}
 
 
 def module_positions(plan: Plan, grids: Mapping[str, HyperCommGrid]) -> dict[int, int]:

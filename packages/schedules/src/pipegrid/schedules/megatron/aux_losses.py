@@ -23,7 +23,7 @@ from pipegrid.plans.plan import Action, ActionKind
 from pipegrid.schedules.errors import StageOutputError
 from pipegrid.schedules.megatron.config import AuxLossScaler, option
 from pipegrid.schedules.runtime import flatten
-from pipegrid.schedules.runtime.stages.offload import graph_nodes
+from pipegrid.schedules.runtime.stages.stage import graph_nodes
 
 _BACKWARDS = (ActionKind.B, ActionKind.I, ActionKind.W)
 _WATCHED = 2  # forwards of a stage: a gradient that does not depend on the one that arrives is the same in both

@@ -22,7 +22,14 @@ from pipegrid.gradients.groups import collections_by_name
 from pipegrid.gradients.reduction import StepGradients, observed
 from pipegrid.plans.generators import SCHEDULES, find_schedule
 from pipegrid.plans.plan import Action, Routes
-from pipegrid.schedules.megatron.config import OF_MEGATRON, aux_loss_scalers, config_of, option, unwrapped_attribute
+from pipegrid.schedules.megatron.config import (
+    FUNCTIONS,
+    OF_MEGATRON,
+    aux_loss_scalers,
+    config_of,
+    option,
+    unwrapped_attribute,
+)
 from pipegrid.schedules.megatron.forward import modules_with
 from pipegrid.schedules.megatron.place import INTERLEAVED, NO_PIPELINE, Place, StepKind, sharding_key
 from pipegrid.schedules.runtime import Hook, MessageHook
@@ -291,15 +298,6 @@ _VALUES = (
     "variable_seq_lengths",
     "weighted_microbatches",
 )
-_FUNCTIONS = (
-    "aux_loss_scalers",
-    "finalize_model_grads_func",
-    "grad_scale_func",
-    "grad_sync_func",
-    "no_sync_func",
-    "pair_func",
-    "param_sync_func",
-)
 
 
 def options_of(config: Any) -> tuple[object, ...]:
@@ -310,7 +308,7 @@ def options_of(config: Any) -> tuple[object, ...]:
     hooks = option(config, "hooks")
     return (
         *[option(config, name) for name in _VALUES],
-        *[option(config, name) is not None for name in _FUNCTIONS],
+        *[option(config, name) is not None for name in FUNCTIONS],
         *[getattr(config, name, None) for name in OF_MEGATRON],
         sharding_key(option(config, "shard"), option(config, "prefetch")),
         (bool(hooks), any(isinstance(hook, MessageHook) for hook in hooks)),

@@ -43,7 +43,7 @@ def _has(*names: str) -> Callable[[Any], bool]:
     return lambda value: all(hasattr(value, name) for name in names)
 
 
-_FUNCTIONS = _rule(_are_functions, "a function, a list with one for each chunk, or None")
+_ARE_FUNCTIONS = _rule(_are_functions, "a function, a list with one for each chunk, or None")
 _Scaler: TypeAlias = Annotated[
     Any, _rule(_sets_scale, "a class with set_loss_scale(scale), or a function of the scale")
 ]
@@ -53,8 +53,8 @@ _Tie: TypeAlias = Annotated[Any, _rule(_has("name", "stages", "copies"), "a Tied
 _Function: TypeAlias = Annotated[Callable[..., Any], instance(Callable, "a function or None")]
 _NoSync: TypeAlias = Callable[[], AbstractContextManager[Any]]
 _Sync: TypeAlias = Callable[[Any], None]
-_NoSyncs: TypeAlias = Annotated[_NoSync | Sequence[_NoSync], _FUNCTIONS] | None
-_Syncs: TypeAlias = Annotated[_Sync | Sequence[_Sync | None], _FUNCTIONS] | None
+_NoSyncs: TypeAlias = Annotated[_NoSync | Sequence[_NoSync], _ARE_FUNCTIONS] | None
+_Syncs: TypeAlias = Annotated[_Sync | Sequence[_Sync | None], _ARE_FUNCTIONS] | None
 """One function for all chunks, or with interleaving a list with one for each."""
 
 
@@ -192,20 +192,8 @@ def checked_option(config: Any, name: str) -> Any:
     return checked(option(config, name), _ANNOTATIONS[name], f"config.{name}", P2PUsageError)
 
 
-_READ_LATE = (
-    "aux_loss_scalers",
-    "finalize_model_grads_func",
-    "grad_bucket_bytes",
-    "grad_scale_func",
-    "grad_sync_func",
-    "hooks",
-    "no_sync_func",
-    "pair_func",
-    "param_sync_func",
-    "tied_parameters",
-    "wgrad_deferral_limit",
-)
-
+FUNCTIONS = ("aux_loss_scalers", *[name for name in _DEFAULTS if name.endswith("_func")])
+_READ_LATE = (*FUNCTIONS, "grad_bucket_bytes", "hooks", "tied_parameters", "wgrad_deferral_limit")
 
 _GRAPHS = "its step functions capture the graphs, in the order of its own schedules; compile layers, or capture a stage"
 _SHARDS = "weights are sharded over ranks for which a ProcessGroupCollection has no group; shard with fully_shard"

@@ -127,12 +127,8 @@ class MegatronStage:
         else:
             found = self._with_loss(output, loss_func, microbatch, part)
         if self.scalers is not None and self.attached.left:
-            self.attached.watch(
-                [found.loss, *found.outputs.values()],
-                microbatch,
-                [each.owner for each in self.scalers],
-                partial(self._scales, microbatch),
-            )
+            payloads, handled = [found.loss, *found.outputs.values()], [each.owner for each in self.scalers]
+            self.attached.watch(payloads, microbatch, handled, partial(self._scales, microbatch))
         return found
 
     def _passed_on(self, received: Any, output: Any, microbatch: int) -> Forwarded:

@@ -92,10 +92,8 @@ def require_runnable(plan: Plan, position: int, communicator: Communicator, redu
         )
     job = communicator.job
     if plan.num_slices > 1 and not job.slices:
-        kind = type(communicator).__name__
-        raise StepArgumentError(
-            f"the plan cuts microbatches into {plan.num_slices} slices, and a {kind} moves whole ones"
-        )
+        cut, kind = f"the plan cuts microbatches into {plan.num_slices} slices", type(communicator).__name__
+        raise StepArgumentError(f"{cut}, and a {kind} moves whole ones")
     reduced = [
         {reducer_name(action) for action in plan.actions(each) if action.kind is ActionKind.REDUCE}
         for each in range(plan.num_positions)

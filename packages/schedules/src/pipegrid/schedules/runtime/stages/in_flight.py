@@ -131,9 +131,10 @@ class ActivationsInFlight:
         Judged at the last forward: one microbatch alone may well need no gradient (a text without images). So may a
         later step, unless modules with such parameters run in the one behind it.
         """
-        if any(root is not None for part in roots for root in part):
-            self._rooted, self._was_rooted, self.suspected = True, True, False
-            return
+        for part in roots:
+            if part.count(None) < len(part):
+                self._rooted, self._was_rooted, self.suspected = True, True, False
+                return
         sent = flatten([payloads[index] for index in answered])
         self._rootless += any(tensor is not None and tensor.numel() > 0 for tensor in sent)
         if self._rootless < self.num_pieces:

@@ -18,9 +18,10 @@ from typing import Any, NamedTuple
 import torch
 from attrs import define
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, Node
+from torch.autograd.graph import GradientEdge
 
 from pipegrid.autograd.saved_tensors import saved_tensors
+from pipegrid.schedules.runtime.stages.stage import graph_nodes
 from pipegrid.transport import streams
 
 
@@ -129,15 +130,3 @@ def _is_plain(tensor: Tensor) -> bool:
 
 def _key(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
-
-
-def graph_nodes(starts: Iterable[Node]) -> list[Node]:
-    """Every node of a graph."""
-    left = list(starts)
-    seen = dict.fromkeys(left)
-    while left:
-        for node, _ in left.pop().next_functions:
-            if node is not None and node not in seen:
-                seen[node] = None
-                left.append(node)
-    return list(seen)

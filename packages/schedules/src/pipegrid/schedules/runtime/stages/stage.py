@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from types import FrameType
@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import torch
 from attrs import frozen
+from torch.autograd.graph import Node
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointFunction
@@ -178,6 +179,18 @@ def trainable(stage: Any) -> str | None:
             if parameter.requires_grad:
                 return f"{name}.{own}"
     return None
+
+
+def graph_nodes(starts: Iterable[Node]) -> list[Node]:
+    """Every node of a graph."""
+    left = list(starts)
+    seen = dict.fromkeys(left)
+    while left:
+        for node, _ in left.pop().next_functions:
+            if node is not None and node not in seen:
+                seen[node] = None
+                left.append(node)
+    return list(seen)
 
 
 @contextmanager

@@ -200,9 +200,7 @@ class PipelineJob:
         if not (self.speeds in (None, "measured") or isinstance(self.speeds, Mapping)):
             raise SurviveError(f"speeds is {shown(self.speeds)}; give speeds by actor, or 'measured'")
         if self.options and not isinstance(self.grid, Mapping):
-            raise SurviveError(
-                f"options {list(self.options)} are those of bridges: give PipelineJob one grid per module"
-            )
+            raise SurviveError(f"options {list(self.options)} are those of bridges: give PipelineJob a grid per module")
 
     def _living(self, members: Collection[int]) -> Living:
         positions = module_positions(self.plan, self.grid) if isinstance(self.grid, Mapping) else None

@@ -177,9 +177,7 @@ def by_stage(held: Mapping[str, Sequence[int]], value: Any, name: str) -> dict[i
 def models_by_stage(kind: StepKind, place: Place, model: Any) -> dict[int, Any]:
     """The argument ``model`` of a call by stage; those of a schedule have one config, else that of the first counts."""
     if not kind.several and len(place.stages) > 1 and not isinstance(model, Mapping):
-        raise StepArgumentError(
-            f"this rank runs the modules {list(place.modules)}; give model as a dict with one entry for each of them"
-        )
+        raise StepArgumentError(f"this rank runs the modules {list(place.modules)}; give model as a dict by module")
     models = by_stage(place.held, model, "model")
     if kind != INTERLEAVED and not have_one_config(list(models.values())):
         raise StepArgumentError("the models on this rank have different configs; a step has one")
@@ -256,13 +254,10 @@ def require_compatible(kind: StepKind, place: Place, call: StepCall, models: Map
         known = find_schedule(kind.schedule)
         if not known.pairs or kind.num_slices > 1:
             paired = ", ".join(name for name, other in SCHEDULES.items() if other.pairs)
-            raise StepArgumentError(
-                f"config.overlap_moe_expert_parallel_comm is set, and {known.name} has no pairs; these do: {paired}"
-            )
+            what = "config.overlap_moe_expert_parallel_comm is set"
+            raise StepArgumentError(f"{what}, and {known.name} has no pairs; these do: {paired}")
     if option(config, "weighted_microbatches") and not option(config, "calculate_per_token_loss"):
-        raise StepArgumentError(
-            "config.weighted_microbatches is set, which says what calculate_per_token_loss counts; set both"
-        )
+        raise StepArgumentError("config.weighted_microbatches says what calculate_per_token_loss counts; set both")
     if call.collect_non_loss_data and not call.forward_only:
         raise StepArgumentError("collect_non_loss_data has no loss to differentiate; set forward_only=True as well")
     if option(config, "check"):

@@ -134,9 +134,7 @@ def run_model(
     if set_input_tensor is not None:
         set_input_tensor(input_tensor if isinstance(input_tensor, (list, dict)) else [input_tensor])
     elif input_tensor is not None and any(tensor is not None for tensor in flatten(input_tensor)):
-        raise StepArgumentError(
-            f"{type(model).__name__} has no set_input_tensor(input_tensor), by which a stage receives its activation"
-        )
+        raise StepArgumentError(f"{type(model).__name__} has no set_input_tensor(input_tensor) for its activation")
     if context is None:
         result = forward_step_func(data_iterator, model, *extra)
     else:
@@ -281,8 +279,6 @@ def autocast_of(config: Any, model: torch.nn.Module) -> Callable[[], contextlib.
     dtype = option(config, "autocast_dtype") or option(config, "pipeline_dtype")  # None: the device's default
     if dtype not in (None, torch.float16, torch.bfloat16):
         name = "autocast_dtype" if option(config, "autocast_dtype") else "pipeline_dtype"
-        raise StepArgumentError(
-            f"enable_autocast is set and {name} is {dtype}; autocast computes in torch.float16 or torch.bfloat16"
-        )
+        raise StepArgumentError(f"enable_autocast is set and {name} is {dtype}; autocast has float16 and bfloat16")
     parameter = next(model.parameters(), None)
     return partial(torch.autocast, "cpu" if parameter is None else parameter.device.type, dtype=dtype)

@@ -79,17 +79,14 @@ def require_stages(stages: Mapping[int, Any], num_slices: int) -> None:
         except ValueError:  # a callable in C without a signature
             continue
         except (AttributeError, TypeError) as error:
-            raise StepArgumentError(
-                f"stage {number} is {shown(stage)}, and this plan calls its forward({names}): {error}"
-            ) from None
+            raise StepArgumentError(f"stage {number} is {shown(stage)}; forward({names}) is called: {error}") from None
 
 
 def require_runnable(plan: Plan, position: int, communicator: Communicator, reducers: Collection[int | str]) -> None:
     """Raise StepArgumentError unless ``position`` of the plan can be run with these reducers and this communicator."""
     if not plan.has_communication and dataflow_of(plan).lanes:
-        raise StepArgumentError(
-            f"the plan has computes alone, but its {plan.num_positions} positions feed each other; lower(plan) first"
-        )
+        count = plan.num_positions
+        raise StepArgumentError(f"the plan has computes alone, but its {count} positions feed each other; lower(plan)")
     job = communicator.job
     if plan.num_slices > 1 and not job.slices:
         cut, kind = f"the plan cuts microbatches into {plan.num_slices} slices", type(communicator).__name__

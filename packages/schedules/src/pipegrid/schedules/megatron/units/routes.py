@@ -102,10 +102,8 @@ def replica_of(call: StepCall, place: Place) -> int | None:
         )
     if routes is not None:
         own = routes.units[0 if living is None else replica or 0]
-        if call.num_microbatches != own:
-            raise StepArgumentError(
-                f"num_microbatches is {call.num_microbatches}, and by the routes replica {replica} has {own}"
-            )
+        if (given := call.num_microbatches) != own:
+            raise StepArgumentError(f"num_microbatches is {given}, and by the routes replica {replica} has {own}")
     return replica
 
 
@@ -164,9 +162,7 @@ def require_equal_routes(
             continue
         found = difference(texts_of_ranks(f"routes {routes.digest}", group, device_of(module, group), waiting))
         if found is not None:
-            raise DisagreementError(
-                f"the replicas of module {name!r} have other routes: {found}; agree_on_routes gives all the same"
-            )
+            raise DisagreementError(f"replicas of module {name!r} have other routes: {found}; use agree_on_routes")
 
 
 def agree_on_routes(
@@ -239,9 +235,7 @@ def merged(said: Mapping[int, str]) -> Routes:
         number = checked(number, Index, f"num_microbatches of replica {replica}", StepArgumentError)
         for name, numbers in (_one(f"skips of replica {replica}", own.get("skips", {})) or {}).items():
             if numbers[-1] >= number or numbers[0] < 0:
-                raise StepArgumentError(
-                    f"microbatches {numbers} of replica {replica} skip {name!r}; it has microbatches 0..{number - 1}"
-                )
+                raise StepArgumentError(f"microbatches {numbers} of replica {replica} skip {name!r}; it has {number}")
             skipped[name] += [sum(units) + each for each in numbers]
         units.append(number)
     return Routes(units, skips=skipped, every=dict(every))

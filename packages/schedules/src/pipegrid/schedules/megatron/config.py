@@ -44,9 +44,8 @@ def _has(*names: str) -> Callable[[Any], bool]:
 
 
 _ARE_FUNCTIONS = _rule(_are_functions, "a function, a list with one for each chunk, or None")
-_Scaler: TypeAlias = Annotated[
-    Any, _rule(_sets_scale, "a class with set_loss_scale(scale), or a function of the scale")
-]
+_SETS_SCALE = _rule(_sets_scale, "a class with set_loss_scale(scale), or a function of the scale")
+_Scaler: TypeAlias = Annotated[Any, _SETS_SCALE]
 _Hook: TypeAlias = Annotated[Any, _rule(_has("before", "after"), "a hook with before(action) and after(action)")]
 _Tie: TypeAlias = Annotated[Any, _rule(_has("name", "stages", "copies"), "a TiedParameters")]
 

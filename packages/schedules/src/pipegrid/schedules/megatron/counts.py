@@ -122,13 +122,7 @@ def convert_schedule_table_to_order(
 
 
 def get_tensor_shapes(
-    *,
-    seq_length: int,
-    micro_batch_size: int,
-    decoder_seq_length: int | None,
-    config: Any,
-    tp_group: Any,
-    cp_group: Any,
+    *, seq_length: int, micro_batch_size: int, decoder_seq_length: int | None, config: Any, tp_group: Any, cp_group: Any
 ) -> list[tuple[int, ...]]:
     """Shapes ``(sequence, batch, hidden)`` of the activations between stages.
 

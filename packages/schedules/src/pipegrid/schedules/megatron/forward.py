@@ -94,28 +94,11 @@ def forward_step(
     if current_microbatch is not None:
         set_current_microbatch(model, current_microbatch)
     extra = () if checkpoint_activations_microbatch is None else (checkpoint_activations_microbatch,)
-    output, loss_func = run_model(
-        forward_step_func,
-        data_iterator,
-        model,
-        input_tensor,
-        extra,
-        unwrapped_attribute(model, "set_input_tensor"),
-        autocast_of(config, model),
-        is_last_stage,
-    )
+    how = extra, unwrapped_attribute(model, "set_input_tensor"), autocast_of(config, model), is_last_stage
+    output, loss_func = run_model(forward_step_func, data_iterator, model, input_tensor, *how)
+    of_loss = loss_func, config, vp_stage, collect_non_loss_data, num_microbatches, forward_data_store
     output, num_tokens = forward_step_calc_loss(
-        model,
-        output,
-        loss_func,
-        config,
-        vp_stage,
-        collect_non_loss_data,
-        num_microbatches,
-        forward_data_store,
-        cp_group_size,
-        is_last_stage,
-        cp_group=cp_group,
+        model, output, *of_loss, cp_group_size, is_last_stage, cp_group=cp_group
     )
     return [output] if isinstance(input_tensor, list) and not isinstance(output, list) else output, num_tokens
 

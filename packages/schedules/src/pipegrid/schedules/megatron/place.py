@@ -171,10 +171,8 @@ def step_proof(place: Place, needs: PlanNeeds, schedule: str, num_slices: int, *
 
 
 def _prove(place: Place, needs: PlanNeeds, schedule: str, num_slices: int, overlap: bool) -> Proof:
-    graph, count = place.graph, needs.num_microbatches
-    computes = schedule_for(
-        graph, schedule, count, placement=place.placement, forward_only=place.frozen, num_slices=num_slices
-    )
+    graph, count, at = place.graph, needs.num_microbatches, place.placement
+    computes = schedule_for(graph, schedule, count, placement=at, forward_only=place.frozen, num_slices=num_slices)
     if overlap:
         if len(graph.modules) > 1 or place.frozen or needs.routes is not None:
             raise PlanError(f"{schedule} has pairs of one module that is trained, on replicas that act alike")

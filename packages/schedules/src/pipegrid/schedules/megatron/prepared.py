@@ -46,14 +46,7 @@ from pipegrid.schedules.megatron.config import (
     require_options,
 )
 from pipegrid.schedules.megatron.counts import get_tensor_shapes
-from pipegrid.schedules.megatron.place import (
-    Place,
-    PlanNeeds,
-    StepKind,
-    checkpointed_on,
-    forwards_on,
-    sharding_key,
-)
+from pipegrid.schedules.megatron.place import Place, PlanNeeds, StepKind, checkpointed_on, forwards_on, sharding_key
 from pipegrid.schedules.megatron.shapes import AnnouncedShapes, announced_shapes, sent_shape
 from pipegrid.schedules.megatron.stage import MegatronStage, RoutedSkippingStage, RoutedStage, SkippingStage, takes_part
 from pipegrid.schedules.megatron.units.batches import UnitBatches
@@ -218,10 +211,9 @@ class PreparedStep:
         self.by_unit = self.policy is not None and checked_option(config, "grad_add") == "by_unit"
         self.early = not self.by_unit and self._starts_early(call, models, config)
         self.last_backwards: Mapping[int, int] = last_backwards(plan, self.actor)
-        sized = call.seq_length is not None and option(config, "hidden_size") is not None and plan.num_slices == 1
-        self.expected = (
-            sent_shape(**_sizes(call, self.place, config)) if sized and len(plan.graph.modules) == 1 else None
-        )
+        sized = call.seq_length is not None and option(config, "hidden_size") is not None
+        sized = sized and plan.num_slices == len(plan.graph.modules) == 1
+        self.expected = sent_shape(**_sizes(call, self.place, config)) if sized else None
         self.stages = self._stages(call, models, config, by_unit, replica)
         self.ties = tuple(tie.name for tie in ties)
         self._config: Any = None

@@ -82,13 +82,7 @@ class SentShape:
 
 
 def sent_shape(
-    *,
-    seq_length: int,
-    micro_batch_size: int,
-    decoder_seq_length: int | None,
-    config: Any,
-    tp_group: Any,
-    cp_group: Any,
+    *, seq_length: int, micro_batch_size: int, decoder_seq_length: int | None, config: Any, tp_group: Any, cp_group: Any
 ) -> SentShape | None:
     """The shape of every message, if the config fixes it; else None.
 

@@ -82,15 +82,9 @@ class MegatronStage:
         self.sliced = found["current_slice"] if self.num_slices > 1 else ()
         if not self.forward_only or call.first_val_step is None or call.first_val_step:
             self.starts = unwrapped_attribute(model, "set_is_first_microbatch")
-        self.run = partial(
-            run_model,
-            call.forward_step_func,
-            data_iterator,
-            model,
-            set_input_tensor=unwrapped_attribute(model, "set_input_tensor"),
-            context=context,
-            is_last_stage=not self.outgoing,
-        )
+        how: dict[str, Any] = {"context": context, "is_last_stage": not self.outgoing}
+        how["set_input_tensor"] = unwrapped_attribute(model, "set_input_tensor")
+        self.run = partial(run_model, call.forward_step_func, data_iterator, model, **how)
 
     def end(self) -> None:
         """Drop all references of the call, so that a deleted model is freed at once."""
@@ -115,11 +109,9 @@ class MegatronStage:
             self.resume(part)
         if self.starts is not None and microbatch == self.first and (part is None or part.is_first):
             self.starts()
-        received = (
-            next(iter(inputs.values()), None)
-            if self._one_module
-            else {self.graph.module_of(edge.source)[0]: payload for edge, payload in inputs.items()}
-        )
+        received = next(iter(inputs.values()), None)
+        if not self._one_module:
+            received = {self.graph.module_of(edge.source)[0]: payload for edge, payload in inputs.items()}
         extra = () if self.checkpointed is None else (microbatch in self.checkpointed,)
         output, loss_func = self.run(received, extra)
         if self.outgoing:

@@ -117,12 +117,8 @@ def reduce(at: BoundPosition, action: Action) -> Bound:
 
 def shard(at: BoundPosition, action: Action) -> Bound:
     """``UNSHARD``: start to gather the stage's parameters; ``RESHARD``: free them; ``REDUCE_GRAD``: reduce-scatter."""
-    stage = at.sharded[action.stage]
-    effects = {
-        ActionKind.UNSHARD: stage.unshard,
-        ActionKind.RESHARD: stage.reshard,
-        ActionKind.REDUCE_GRAD: stage.reduce,
-    }
+    of = at.sharded[action.stage]
+    effects = {ActionKind.UNSHARD: of.unshard, ActionKind.RESHARD: of.reshard, ActionKind.REDUCE_GRAD: of.reduce}
     return Bound(action, effects[action.kind])
 
 

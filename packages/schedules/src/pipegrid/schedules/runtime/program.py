@@ -62,10 +62,8 @@ class Cursor:
             action = self.program.steps[self.program.step_of[self.at]][0]
             parts.append(f"stage {action.stage}")
             if action.microbatch is not None:
-                routes = self.plan.routes
-                parts.append(
-                    f"microbatch {action.microbatch}" if routes is None else f"unit {routes.name(action.microbatch)}"
-                )
+                number, routes = action.microbatch, self.plan.routes
+                parts.append(f"microbatch {number}" if routes is None else f"unit {routes.name(number)}")
                 parts += [] if action.slice is None else [f"slice {action.slice}"]
         return ", ".join(parts) or "this process"
 

@@ -189,12 +189,7 @@ def _wait(work: Work | None) -> None:
 
 
 def exchange_tokens(
-    tokens: torch.Tensor,
-    group: dist.ProcessGroup | None,
-    *,
-    sends: Sequence[int],
-    receives: Sequence[int],
-    point: str,
+    tokens: torch.Tensor, group: dist.ProcessGroup | None, *, sends: Sequence[int], receives: Sequence[int], point: str
 ) -> torch.Tensor:
     """Send rows of ``tokens`` to the ranks of ``group``, and hand over while they travel: dispatch, and combine.
 

@@ -235,7 +235,9 @@ def merged(said: Mapping[int, str]) -> Routes:
         number = checked(number, Index, f"num_microbatches of replica {replica}", StepArgumentError)
         for name, numbers in (_one(f"skips of replica {replica}", own.get("skips", {})) or {}).items():
             if numbers[-1] >= number or numbers[0] < 0:
-                raise StepArgumentError(f"microbatches {numbers} of replica {replica} skip {name!r}; it has {number}")
+                raise StepArgumentError(
+                    f"microbatches {numbers} of replica {replica} skip {name!r}; it has microbatches 0..{number - 1}"
+                )
             skipped[name] += [sum(units) + each for each in numbers]
         units.append(number)
     return Routes(units, skips=skipped, every=dict(every))

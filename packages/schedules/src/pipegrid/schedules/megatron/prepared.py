@@ -105,11 +105,9 @@ _STEPS: weakref.WeakKeyDictionary[torch.nn.Module, list[PreparedStep]] = weakref
 
 
 def prepared_step(kind: StepKind, call: StepCall) -> tuple[PreparedStep, Any]:
-    """The prepared step of an earlier call with an equal key, or a new one; of each model the last used are kept.
+    """The prepared step of an earlier call with an equal key, or a new one; and the config of the first model.
 
-    Those on other communicators are dropped: a model trains through one at a time.
-
-    With it comes the config of the first model.
+    Of each model the last used are kept, on one communicator: a model trains through one at a time.
     """
     nesting, models = flat(call.model)
     first = models[0] if models else None
@@ -148,10 +146,7 @@ def describe_steps(model: Any) -> str:
 
 
 def attached_losses(model: Any) -> list[str]:
-    """What has added to the gradients of ``model``, an argument of step functions, beside the main loss.
-
-    The names of autograd functions that attach losses, and ``WithLoss``, of the steps that are kept.
-    """
+    """What adds to the gradients of ``model`` beside the main loss: autograd functions by name, and ``WithLoss``."""
     kept = [prepared for each in flat(model)[1] for prepared in _STEPS.get(each, ())]
     stages = [stage for prepared in kept for stage in prepared.stages.values()]
     return list(dict.fromkeys(name for stage in stages for name in stage.attached.names))

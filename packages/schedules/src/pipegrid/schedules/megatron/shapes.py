@@ -64,7 +64,9 @@ class SentShape:
         if not sent or len(tensors) != 1 or not tensors[0].is_floating_point():
             return
         *tokens, hidden = tensors[0].shape or (0,)
-        if hidden == self.hidden_size and any(self._fits(math.prod(tokens), sequence) for sequence in self.sequences):
+        share, rest = divmod(math.prod(tokens), self.micro_batch_size)
+        fits = [share == length if self.exact else length % share == 0 for length in self.sequences if share]
+        if hidden == self.hidden_size and not rest and any(fits):
             return
         shapes = " or ".join(str((sequence, self.micro_batch_size, self.hidden_size)) for sequence in self.sequences)
         raise StageOutputError(
@@ -73,12 +75,6 @@ class SentShape:
             f"{'' if self.exact else ', or an even share of the sequence'}. For other lengths set "
             "config.variable_seq_lengths, for activations of another form config.hidden_size=None"
         )
-
-    def _fits(self, tokens: int, sequence: int) -> bool:
-        share, rest = divmod(tokens, self.micro_batch_size)
-        if rest or share == 0:
-            return False
-        return share == sequence if self.exact else sequence % share == 0
 
 
 def sent_shape(

@@ -75,8 +75,7 @@ def _train(
 ) -> None:
     """Forwards, backwards and the reduction of their gradients, added to the gradients of earlier calls.
 
-    ``outside`` has the no-sync contexts, and a tie's earlier gradients; it is closed before ``grad_sync_func`` and
-    ``finalize_model_grads_func`` run.
+    ``outside`` has the no-sync contexts, and a tie's earlier gradients, until ``grad_sync_func`` runs.
     """
     models, config, reduction = gradients.models, gradients.config, gradients.reduction
     if call.force_all_reduce:

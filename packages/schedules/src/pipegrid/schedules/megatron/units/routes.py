@@ -108,10 +108,8 @@ def replica_of(call: StepCall, place: Place) -> int | None:
 
 
 def _position(job: JobTopology, place: Place) -> int:
-    if job.graph is None:
-        return job.current_stage
-    if job.placement is None:
-        return place.stages[0]
+    if job.graph is None or job.placement is None:
+        return job.current_stage if job.graph is None else place.stages[0]
     return next(position for position, stages in stages_on(job.placement).items() if stages == list(place.stages))
 
 

@@ -50,28 +50,21 @@ class InFlight(NamedTuple):
 class ActivationsInFlight:
     """The pieces of stage ``number`` whose forward has run and whose backward has not, and what they keep.
 
-    Attributes:
-        num_pieces: forwards of a step.
-        gradient_edges: the outgoing edges by which gradients come.
-        splits: whether the plan runs backwards in halves.
-        copiers: the streams of copies to the host and back; None on a device without streams.
-        halves: what ``I`` leaves for ``W``, by piece.
-        kept: what the slices of each microbatch have kept for the later ones.
-        suspected: an earlier step had outputs with a graph, and the last one none: its next forward is watched, and
-            ``ran`` is a parameter to train of a module that runs there.
+    ``suspected``: an earlier step had outputs with a graph, and the last one none: its next forward is watched, and
+    ``ran`` is a parameter to train of a module that runs there.
     """
 
     number: int
     stage: Stage
-    num_pieces: int
+    num_pieces: int  # forwards of a step
     num_slices: int
-    gradient_edges: Sequence[Edge]
-    splits: bool
-    copiers: tuple[torch.Stream | None, torch.Stream | None] = (None, None)
+    gradient_edges: Sequence[Edge]  # the outgoing ones by which gradients come
+    splits: bool  # backwards in halves
+    copiers: tuple[torch.Stream | None, torch.Stream | None] = (None, None)  # to the host and back, where there are any
     live: dict[int, InFlight] = field(factory=dict, init=False)
-    halves: dict[int, WeightHalf] = field(factory=dict, init=False)
+    halves: dict[int, WeightHalf] = field(factory=dict, init=False)  # what ``I`` leaves for ``W``
     offloads: dict[int, Offload] = field(factory=dict, init=False)
-    kept: dict[int, Kept] = field(factory=dict, init=False)
+    kept: dict[int, Kept] = field(factory=dict, init=False)  # by microbatch, what slices keep for the later ones
     suspected: bool = field(default=False, init=False)
     ran: str | None = field(default=None, init=False)
     _looked_at: bool = field(default=False, init=False)

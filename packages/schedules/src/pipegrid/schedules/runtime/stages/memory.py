@@ -24,10 +24,7 @@ _ALONE = 2  # the one tensor, and torch's Python object of the storage
 
 
 def is_shared(tensor: torch.Tensor, *, alone: int = _ALONE) -> bool:
-    """Whether anything but ``tensor`` holds its memory: another tensor, a view, a graph.
-
-    ``alone``: `num_holders` when nothing else did.
-    """
+    """Whether another tensor, a view or a graph holds the memory, too; ``alone``: `num_holders` when nothing did."""
     return _holders is None or _holders(tensor.untyped_storage()._cdata) > alone  # noqa: SLF001
 
 
@@ -51,10 +48,7 @@ def copied_from(memory: set[int], tensor: torch.Tensor) -> torch.Tensor:
 
 
 def keep_own_gradients(modules: Iterable[tuple[str, torch.nn.Module]], came: Sequence[torch.Tensor]) -> None:
-    """Copy the gradients of parameters that are in the memory of gradients which ``came``, whose backward is over.
-
-    What else has kept that memory keeps it (`RecvQueue.give_back`): the next message comes to new memory then.
-    """
+    """Copy the gradients of parameters that are in the memory of gradients which ``came``, whose backward is over."""
     shared = [tensor for tensor in came if is_shared(tensor)]
     if not shared:
         return

@@ -44,10 +44,9 @@ class _View(NamedTuple):
 
 
 class Offload:
-    """The saved tensors of one graph, from where its backward ``starts``.
+    """The saved tensors of one graph, from where its backward ``starts``; ``resident`` ones, and leaves, stay there.
 
-    ``resident`` tensors stay on the device, as the graph's leaves do. ``copiers`` are the streams of the copies out and
-    back; None on a device without streams.
+    ``copiers`` are the streams of the copies out and back; None on a device without streams.
     """
 
     def __init__(

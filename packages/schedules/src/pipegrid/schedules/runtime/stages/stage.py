@@ -243,8 +243,8 @@ def _region(frame: FrameType | None) -> tuple[Any, ...] | None:
 def for_another_replica(stage: Stage, forward: Callable[[], None]) -> None:
     """``forward`` of a microbatch of another replica, after which running statistics are as before.
 
-    Each replica has statistics of its own microbatches. With those of others, they would depend on who has died. Other
-    buffers are the stage's own matter: a count that is summed over replicas belongs to whichever rank computes.
+    Each replica has those of its own microbatches: else they would depend on who has died. Other buffers are the
+    stage's own matter: a count that is summed over replicas belongs to whichever rank computes.
     """
     held = [
         (module, name, buffer)

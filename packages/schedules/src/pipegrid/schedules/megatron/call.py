@@ -143,8 +143,13 @@ def flat(model: Any) -> tuple[object, tuple[Any, ...]]:
         return len(model), tuple(model)
     if isinstance(model, torch.nn.Module) or not isinstance(model, Mapping):
         return "one", (model,)
-    inside = [(name, *flat(value)) for name, value in model.items()]
-    return tuple((name, form) for name, form, _ in inside), tuple(each for _, _, held in inside for each in held)
+    forms: list[tuple[Any, object]] = []
+    models: list[Any] = []
+    for name, value in model.items():
+        form, held = flat(value)
+        forms.append((name, form))
+        models += held
+    return tuple(forms), tuple(models)
 
 
 def by_stage(held: Mapping[str, Sequence[int]], value: Any, name: str) -> dict[int, Any]:

@@ -51,7 +51,8 @@ def forward(at: BoundPosition, action: Action) -> Bound:
     """``F``: the stage's forward, on what has arrived."""
     runner, piece = at.runner(action), at.plan.piece_of(action)
     run: Call = partial(StageRunner.forward, runner, piece)
-    if at.is_of_another_replica(piece):
+    routes, here = at.plan.routes, at.number // at.plan.positions_each
+    if routes is not None and routes.num_replicas > 1 and routes.home(piece) != here:
         run = partial(for_another_replica, runner.stage, run)
     return Bound(action, run, _arrivals(runner.arriving, piece))
 

@@ -127,6 +127,7 @@ class BoundPosition:
         receives: a queue per way by which data comes to a stage here; ``sends``: by which it leaves.
         runners: the computes of each stage here, by its number: one per passage of its pieces.
         sharded: the stages here that the plan gathers, by their number.
+        ends: what gives back received memory, by the step in which it is read for the last time.
         in_streams: whether the device has streams, in which messages are ordered.
         deadline: of every message; None is the communicator's own.
         beside: called once in a step, behind this rank's last forward; see `PipelineRuntime.step`.
@@ -180,7 +181,7 @@ class BoundPosition:
         for action in self.actions:
             for queue in self.receives_of(action) if action.kind in _RECEIVES else ():
                 queue.expected += 1
-        self._ends = self._find_ends() if reuse_buffers else {}
+        self.ends = self._find_ends() if reuse_buffers else {}
         self.slots: dict[int, Slot] = {}  # of `buffers`, once a step has begun
         self._in_order: dict[ReceivesAhead, list[Slot | None]] = defaultdict(list)
         self._receiving = tuple([queue for queue in self.receives.values() if queue.expected])
@@ -238,13 +239,6 @@ class BoundPosition:
         """The computes of an action's stage, for its piece."""
         return self._runner_of[action.stage, self.plan.piece_of(action) if self._flows.flows.routed else 0]
 
-    def is_of_another_replica(self, piece: int) -> bool:
-        """Whether a piece is of a microbatch that has moved here."""
-        routes = self.plan.routes
-        if routes is None or routes.num_replicas == 1:
-            return False
-        return routes.home(piece) != self.number // self.plan.positions_each
-
     def sends_of(self, action: Action) -> list[SendQueue]:
         """The queues of what an action sends, one per partner."""
         return [self.sends[way] for way in self._flows.ways_of(action, sends=True)]
@@ -293,7 +287,6 @@ class BoundPosition:
     # Received memory that takes message after message
 
     def _find_ends(self) -> dict[int, list[Callable[[], None]]]:
-        """What gives back received memory, by the step after which nothing reads it."""
         found: dict[int, list[Callable[[], None]]] = defaultdict(list)
         for message, life in lifetimes(self.plan, self._flows.flows, self.number).items():
             queue, piece = self._queue_of(message), self.plan.piece_of(message.action)
@@ -301,10 +294,6 @@ class BoundPosition:
                 queue.lends.add(piece)
                 found[life.last].append(partial(RecvQueue.give_back, queue, piece))
         return found
-
-    def ends_after(self, step: int) -> Sequence[Callable[[], None]]:
-        """What gives back the memory that is read in ``step`` for the last time."""
-        return self._ends.get(step, ())
 
     def _queue_of(self, message: Buffered) -> RecvQueue:
         replica = self._flows.replica_of(message.peer)

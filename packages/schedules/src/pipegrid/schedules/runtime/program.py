@@ -89,7 +89,7 @@ def programs(
         for place, bounds in enumerate(steps)
     ]
     for number, bounds in enumerate(steps):
-        _follow(bounds, *at.ends_after(number))
+        _follow(bounds, *at.ends.get(number, ()))
     for own in (steps, forwards):
         _call_beside(at, own)
         messages = (bounds for bounds in own if any(not bound.action.kind.is_compute for bound in bounds))

@@ -11,8 +11,6 @@ import torch
 from pipegrid.plans.plan.actions import Action
 from pipegrid.transport import streams
 
-_MICROBATCHES_AHEAD = 3
-
 
 @runtime_checkable
 class Hook(Protocol):
@@ -61,7 +59,7 @@ class HostLead:
     a verified plan, on the other positions.
     """
 
-    def __init__(self, actions: Iterable[Action], device: torch.device, most: int = _MICROBATCHES_AHEAD) -> None:
+    def __init__(self, actions: Iterable[Action], device: torch.device, most: int = 3) -> None:
         computes = [action for action in actions if action.kind.is_compute]
         self._last = frozenset({action.microbatch: action for action in computes}.values())
         self._device, self._most = device, most

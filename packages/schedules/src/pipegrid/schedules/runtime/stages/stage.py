@@ -124,17 +124,17 @@ def check_loss(loss: Any, stage: int, microbatch: int | str, *, what: str = "the
     )
 
 
-def ended(stage: int, microbatch: int | str, num_microbatches: int, num_slices: int) -> DataEndedError:
-    """The error for a ``StopIteration`` that leaves a stage's forward."""
-    each = "microbatch" if num_slices == 1 else f"of {num_slices} slices of a microbatch"
-    return DataEndedError(
-        f"the iterator of stage {stage} ended at microbatch {microbatch} of {num_microbatches} (they count from 0); a "
-        f"step takes one item for each {each}"
-    )
+def error_of(error: Exception, stage: int, microbatch: int | str, count: int, num_slices: int) -> Exception | None:
+    """The error for data that have ended, or an in-place change of a received tensor, which is a leaf; None for others.
 
-
-def changed_in_place(error: RuntimeError, stage: int, microbatch: int | str) -> StageOutputError | None:
-    """The error for an in-place change of a received tensor, which is a leaf; None for any other error."""
+    ``count``: of microbatches.
+    """
+    if isinstance(error, StopIteration):
+        each = "microbatch" if num_slices == 1 else f"of {num_slices} slices of a microbatch"
+        return DataEndedError(
+            f"the iterator of stage {stage} ended at microbatch {microbatch} of {count} (they count from 0); a step "
+            f"takes one item for each {each}"
+        )
     if "leaf Variable" not in str(error) or "in-place" not in str(error):
         return None
     return StageOutputError(

@@ -27,9 +27,8 @@ from pipegrid.schedules.runtime.stages.slices import Slice
 from pipegrid.schedules.runtime.stages.stage import (
     Forwarded,
     Stage,
-    changed_in_place,
     check_loss,
-    ended,
+    error_of,
     modules_of,
     payloads_of,
     reentrant_trap,
@@ -140,11 +139,9 @@ class StageRunner:
             else:  # a stage that runs no backward keeps no graph
                 with torch.set_grad_enabled(self.training):
                     produced = forward(*arguments)
-        except StopIteration as error:
-            count = self.flight.num_pieces // self._num_slices
-            raise ended(self.number, piece_name(piece, self._num_slices), count, self._num_slices) from error
-        except RuntimeError as error:
-            found = changed_in_place(error, self.number, piece_name(piece, self._num_slices))
+        except (StopIteration, RuntimeError) as error:
+            slices, count = self._num_slices, self.flight.num_pieces // self._num_slices
+            found = error_of(error, self.number, piece_name(piece, slices), count, slices)
             if found is None:
                 raise
             raise found from error

@@ -47,8 +47,6 @@ _Hook = Annotated[Any, instance(Hook, "a hook with before(action) and after(acti
 _Effect = Annotated[Any, instance(Callable, "a function of an action and of what runs it")]
 _Scale = Annotated[Any, instance(Callable, "a function from a loss to the scaled loss")]
 
-_COMPILATION = 600.0
-
 
 def _rank_of(communicator: Communicator, monitor: Monitor | None) -> int | None:
     """This rank, as the communicator, the monitor or the default process group knows it; None in one process."""
@@ -364,12 +362,9 @@ class PipelineRuntime:
             self._one_step.release()
 
     def _allow_compilation(self, *, first: bool) -> None:
-        """Messages of the first step have at least 600 s where stages are compiled, on CUDA 30 minutes.
-
-        Neighbours compile meanwhile, load their kernels and connect.
-        """
+        """Messages of the first step have at least 600 s where stages are compiled, on CUDA 30 minutes to load."""
         models = [getattr(stage, "model", None) for stage in self._stages.values()]
-        least = _COMPILATION if any(map(compiled_modules, models)) else 0.0
+        least = 600.0 if any(map(compiled_modules, models)) else 0.0
         if has_streams(self._communicator.device or torch.device("cpu")):
             least = FIRST_STEP_SECONDS
         patient = first and least > 0

@@ -86,9 +86,9 @@ def _unchanged(modules: list[nn.Module]) -> Iterator[None]:
         yield
 
 
+@torch.no_grad()
 def _write(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    with torch.no_grad():
-        tensor.copy_(value)
+    tensor.copy_(value)
 
 
 def warm_up_stages(bound: BoundPosition, payloads: Mapping[Edge, Payload]) -> None:

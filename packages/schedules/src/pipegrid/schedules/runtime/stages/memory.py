@@ -101,19 +101,15 @@ class Deallocation:
         sent = [payload for leaves, payload in zip(away, payloads, strict=True) if leaves]
         # An input passed straight on is a leaf: its storage is not ours.
         tensors = {id(t): t for t in flatten(sent) if t is not None and t.grad_fn is not None}
-        for tensor in tensors.values():
+        for key, tensor in tensors.items():
             require_deallocatable(tensor)
-            self._require_new(tensor)
+            before = self._outputs.get(key)
+            if before is not None and before() is tensor:  # it is freed as soon as it has left the first time
+                raise StageOutputError(
+                    f"stage {self.number} returned one tensor as the output of two microbatches, which is freed after "
+                    "the first send; return output.clone(), or set deallocate_outputs=False"
+                )
+            self._outputs[key] = weakref.ref(tensor)
         roots = {id(root) for root in flatten([*payloads, loss]) if root is not None and root.requires_grad}
         # With several roots the graph of one may have saved another, so none is freed.
         return PendingFree(len(sent), list(tensors.values()) if len(roots) == 1 else [])
-
-    def _require_new(self, tensor: torch.Tensor) -> None:
-        """Raise for a tensor that was an output before: it is freed as soon as it has left the first time."""
-        before = self._outputs.get(id(tensor))
-        if before is not None and before() is tensor:
-            raise StageOutputError(
-                f"stage {self.number} returned one tensor as the output of two microbatches, which is freed after the "
-                "first send; return output.clone(), or set deallocate_outputs=False"
-            )
-        self._outputs[id(tensor)] = weakref.ref(tensor)

@@ -99,7 +99,8 @@ def programs(
 
 def _follow(bounds: list[Bound], *calls: Call) -> None:
     """Have ``calls`` follow the last of ``bounds``."""
-    bounds[-1:] = [evolve(bound, after=(*bound.after, *calls)) for bound in bounds[-1:]]
+    if bounds:
+        bounds[-1] = evolve(bounds[-1], after=(*bounds[-1].after, *calls))
 
 
 def _call_beside(at: BoundPosition, steps: list[list[Bound]]) -> None:
@@ -108,7 +109,8 @@ def _call_beside(at: BoundPosition, steps: list[list[Bound]]) -> None:
     last = max((number for number, held in enumerate(kinds) if ActionKind.F in held), default=None)
     if last is not None:
         sends = {ActionKind.SEND_F, ActionKind.SEND_B, ActionKind.COLLECTIVE}
-        _follow(steps[next((n for n in range(last, len(steps)) if kinds[n] & sends), last)], at.call_beside)
+        place = next((number for number in range(last, len(steps)) if kinds[number] & sends), last)
+        _follow(steps[place], at.call_beside)
 
 
 def _require_interleavable(at: BoundPosition) -> None:

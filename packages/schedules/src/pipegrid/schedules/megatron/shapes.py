@@ -43,7 +43,8 @@ def announced_shapes(adjust: Callable[..., Any], shapes: Sequence[Shape]) -> Ann
         received, sent = (tuple(tuple(map(int, shape)) for shape in each) for each in adjusted)
         return AnnouncedShapes(received, sent)
     except (TypeError, ValueError):
-        raise StepArgumentError(f"adjust_tensor_shapes_fn returned {adjusted!r}, not (receive, send) shapes") from None
+        expected = "(receive shapes, send shapes)"
+        raise StepArgumentError(f"adjust_tensor_shapes_fn returned {adjusted!r}; expected {expected}") from None
 
 
 @frozen

@@ -79,7 +79,8 @@ def require_stages(stages: Mapping[int, Any], num_slices: int) -> None:
         except ValueError:  # a callable in C without a signature
             continue
         except (AttributeError, TypeError) as error:
-            raise StepArgumentError(f"stage {number} is {shown(stage)}; forward({names}) is called: {error}") from None
+            found = f"stage {number} is {shown(stage)}"
+            raise StepArgumentError(f"{found}, and this plan calls its forward({names}): {error}") from None
 
 
 def require_runnable(plan: Plan, position: int, communicator: Communicator, reducers: Collection[int | str]) -> None:

@@ -97,7 +97,7 @@ def require_addable_by_unit(reduction: GradientReduction | None, config: Any) ->
             "finalize_model_grads_func"
         )
     if getattr(config, "defer_embedding_wgrad_compute", False):
-        raise GradientError("config.grad_add is 'by_unit'; defer_embedding_wgrad_compute makes one of several")
+        raise GradientError("config.grad_add is 'by_unit'; defer_embedding_wgrad_compute joins units")
     if any(each.marks.tie is not None and not each.marks.tie.over_replicas for each in reduction.layout.trained):
         raise GradientError("config.grad_add is 'by_unit', and a parameter is tied in a replica (group=): use grids=")
 

@@ -262,6 +262,7 @@ def autocast_of(config: Any, model: torch.nn.Module) -> Callable[[], contextlib.
     dtype = option(config, "autocast_dtype") or option(config, "pipeline_dtype")  # None: the device's default
     if dtype not in (None, torch.float16, torch.bfloat16):
         name = "autocast_dtype" if option(config, "autocast_dtype") else "pipeline_dtype"
-        raise StepArgumentError(f"{name} is {dtype}; enable_autocast computes in torch.float16 or torch.bfloat16")
+        found = f"enable_autocast is set and {name} is {dtype}"
+        raise StepArgumentError(f"{found}; autocast computes in torch.float16 or torch.bfloat16")
     parameter = next(model.parameters(), None)
     return partial(torch.autocast, "cpu" if parameter is None else parameter.device.type, dtype=dtype)

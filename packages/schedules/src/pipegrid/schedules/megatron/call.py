@@ -79,13 +79,11 @@ class LastStep:
 
 @frozen(eq=False, kw_only=True)
 class StepCall:
-    """The arguments of one call, under the names that the step functions have for them: their ``locals()``.
+    """The arguments of one call, under the names that the step functions have for them.
 
     ``batch``: see `PipelineRuntime.step`; ``sums`` and ``last``: see `forward_backward_with_schedule`.
     """
 
-    schedule: str | None = None
-    num_slices: int = 1
     forward_step_func: Callable[..., Any]
     data_iterator: Any
     model: Any

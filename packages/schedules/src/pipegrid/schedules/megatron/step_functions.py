@@ -65,7 +65,8 @@ def get_forward_backward_func(
     if pg_collection is not None and collections_by_name(pg_collection) is not None:
         if vp_size is not None and vp_size > 1:
             raise StepArgumentError(
-                f"{vp_size=} with process groups of several modules; schedule='interleaved_1f1b' has chunks of theirs"
+                f"vp_size={vp_size} with process groups of several modules; schedule='interleaved_1f1b' has chunks of "
+                "their stages"
             )
         return forward_backward_pipelining_without_interleaving
     if pp_size is None and hasattr(pg_collection, "pp"):
@@ -110,7 +111,21 @@ def forward_backward_no_pipelining(
         The ``info`` of every microbatch's loss function.
     """
     del seq_length, micro_batch_size, decoder_seq_length
-    return run_step(NO_PIPELINE, StepCall(**locals()))
+    call = StepCall(
+        forward_step_func=forward_step_func,
+        data_iterator=data_iterator,
+        model=model,
+        num_microbatches=num_microbatches,
+        forward_only=forward_only,
+        collect_non_loss_data=collect_non_loss_data,
+        first_val_step=first_val_step,
+        adjust_tensor_shapes_fn=adjust_tensor_shapes_fn,
+        p2p_communicator=p2p_communicator,
+        pg_collection=pg_collection,
+        routes=routes,
+        force_all_reduce=force_all_reduce,
+    )
+    return run_step(NO_PIPELINE, call)
 
 
 def forward_backward_pipelining_without_interleaving(
@@ -176,7 +191,24 @@ def forward_backward_pipelining_without_interleaving(
             not a collection of process groups.
         PipelineError: the step failed; the text has this rank's action in the plan.
     """
-    return run_step(ONE_STAGE_EACH, StepCall(**locals()))
+    call = StepCall(
+        forward_step_func=forward_step_func,
+        data_iterator=data_iterator,
+        model=model,
+        num_microbatches=num_microbatches,
+        seq_length=seq_length,
+        micro_batch_size=micro_batch_size,
+        decoder_seq_length=decoder_seq_length,
+        forward_only=forward_only,
+        collect_non_loss_data=collect_non_loss_data,
+        first_val_step=first_val_step,
+        adjust_tensor_shapes_fn=adjust_tensor_shapes_fn,
+        p2p_communicator=p2p_communicator,
+        pg_collection=pg_collection,
+        routes=routes,
+        force_all_reduce=force_all_reduce,
+    )
+    return run_step(ONE_STAGE_EACH, call)
 
 
 def forward_backward_with_schedule(
@@ -228,7 +260,26 @@ def forward_backward_with_schedule(
         StepArgumentError: no communicator, or lists without an item for each stage.
         PlanError: a graph or a placement that the schedule does not fit.
     """
-    return run_step(StepKind(schedule, num_slices), StepCall(**locals()))
+    call = StepCall(
+        forward_step_func=forward_step_func,
+        data_iterator=data_iterator,
+        model=model,
+        num_microbatches=num_microbatches,
+        seq_length=seq_length,
+        micro_batch_size=micro_batch_size,
+        decoder_seq_length=decoder_seq_length,
+        forward_only=forward_only,
+        collect_non_loss_data=collect_non_loss_data,
+        first_val_step=first_val_step,
+        p2p_communicator=p2p_communicator,
+        pg_collection=pg_collection,
+        routes=routes,
+        force_all_reduce=force_all_reduce,
+        batch=batch,
+        sums=sums,
+        last=last,
+    )
+    return run_step(StepKind(schedule, num_slices), call)
 
 
 def forward_backward_pipelining_with_interleaving(
@@ -264,4 +315,21 @@ def forward_backward_pipelining_with_interleaving(
     Raises:
         StepArgumentError: the lists differ in length, or not ``P <= N <= M and (M % N == 0 or M % N >= P)``.
     """
-    return run_step(INTERLEAVED, StepCall(**locals()))
+    call = StepCall(
+        forward_step_func=forward_step_func,
+        data_iterator=data_iterator,
+        model=model,
+        num_microbatches=num_microbatches,
+        seq_length=seq_length,
+        micro_batch_size=micro_batch_size,
+        decoder_seq_length=decoder_seq_length,
+        forward_only=forward_only,
+        collect_non_loss_data=collect_non_loss_data,
+        first_val_step=first_val_step,
+        adjust_tensor_shapes_fn=adjust_tensor_shapes_fn,
+        p2p_communicator=p2p_communicator,
+        pg_collection=pg_collection,
+        routes=routes,
+        force_all_reduce=force_all_reduce,
+    )
+    return run_step(INTERLEAVED, call)

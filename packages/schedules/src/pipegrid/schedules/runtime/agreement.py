@@ -16,8 +16,9 @@ from functools import partial
 from attrs import define, field
 
 from pipegrid.monitor import DisagreementError
-from pipegrid.schedules.runtime.position import BoundPosition
-from pipegrid.schedules.runtime.stages.edge_queues import RecvQueue
+from pipegrid.plans.plan import Plan
+from pipegrid.schedules.runtime.stages.edge_queues import RecvQueue, SendQueue
+from pipegrid.transport.base import Communicator
 from pipegrid.transport.collectives.differences import by_text
 from pipegrid.transport.control.handshake import Handshake
 
@@ -32,7 +33,9 @@ class StepAgreement:
     Queues use their messages when the ranks at their other ends are known to agree.
     """
 
-    position: BoundPosition
+    plan: Plan
+    communicator: Communicator
+    queues: Sequence[RecvQueue | SendQueue]  # not the position: its stages would live until cycles are collected
     rank: int | None
     deadline: float  # seconds to wait for what a neighbour says
     _neighbours: Sequence[Handshake] | None = field(default=None, init=False)  # before the first step
@@ -49,10 +52,10 @@ class StepAgreement:
         messages of one that was seen before need no headers.
         """
         if self._said != (kind, agree, batch):
-            self._said, self._batch, plan = (kind, agree, batch), batch, self.position.plan
+            self._said, self._batch, plan = (kind, agree, batch), batch, self.plan
             self._what = f"{kind} of {plan.num_microbatches} microbatches (plan {plan.digest}){agree and f' {agree}'}"
-            signed = hashlib.blake2b(f"{self._what} {batch}".encode(), digest_size=6)
-            self._signature = batch and signed.hexdigest()
+            text = f"{self._what} {batch}".encode()
+            self._signature = batch and hashlib.blake2b(text, digest_size=6).hexdigest()
         if self._neighbours is None:
             self._neighbours = self._connect()
         for one in self._neighbours:
@@ -68,14 +71,16 @@ class StepAgreement:
 
     def _connect(self) -> Sequence[Handshake]:
         found: Sequence[Handshake] | None = None
-        communicator, queues = self.position.communicator, self.position.queues
+        communicator, queues = self.communicator, self.queues
         edges = tuple(sorted({queue.edge for queue in queues if not queue.local and queue.replica is None}))
         across = tuple(sorted({(queue.edge, queue.replica) for queue in queues if queue.replica is not None}))
         if across:
             found = communicator.neighbours_across(edges, across)
         elif edges:
             found = communicator.neighbours(edges)
-        for queue in () if found is None else self.position.receives.values():
+        for queue in () if found is None else queues:
+            if isinstance(queue, SendQueue):
+                continue
             if queue.replica is not None:
                 own = communicator.neighbours_across([], [(queue.edge, queue.replica)])
             else:

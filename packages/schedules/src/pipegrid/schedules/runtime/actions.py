@@ -1,6 +1,6 @@
-"""The effects of all actions: what each kind does on a rank, one function per kind.
+"""The effects of all actions: what each kind does on a rank, one function per kind or family of kinds.
 
-They are called when a program is made; a step only calls what they return.
+They are called when a program is made, and look up there what the action works on; a step only calls what they return.
 `PipelineRuntime.register` puts a function of the user around the effect of a kind, or in its place.
 """
 
@@ -128,8 +128,12 @@ def offload(at: BoundPosition, action: Action) -> Bound:
     flight, piece = at.runner(action).flight, at.plan.piece_of(action)
     if action.kind is ActionKind.OFFLOAD:
         return Bound(action, partial(flight.offload, piece))
-    moves = Offload.free if action.kind is ActionKind.RELEASE else Offload.back
-    return Bound(action, lambda: moves(flight.offloads[piece]))
+    move = Offload.free if action.kind is ActionKind.RELEASE else Offload.back
+
+    def run() -> None:
+        move(flight.offloads[piece])
+
+    return Bound(action, run)
 
 
 EFFECTS: Mapping[ActionKind, Callable[[BoundPosition, Action], Bound]] = {

@@ -172,9 +172,10 @@ class BoundPosition:
         }
         slices, places = plan.num_slices, dict[int, list[Output]]()
         sending = partial(SendQueue, in_streams=self.in_streams, num_slices=slices, clones=clone_outputs, places=places)
-        to_here = {way: queue for way, queue in self.receives.items() if way.local}
         self.sends = {
-            way: sending(way.edge, way.direction, *of_all, to_here.get(way), replica=way.replica)
+            way: sending(
+                way.edge, way.direction, *of_all, self.receives[way] if way.local else None, replica=way.replica
+            )
             for way in self._flows.sends
         }
         self.queues: tuple[RecvQueue | SendQueue, ...] = (*self.receives.values(), *self.sends.values())

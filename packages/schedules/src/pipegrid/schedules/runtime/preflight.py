@@ -79,19 +79,24 @@ def require_stages(stages: Mapping[int, Any], num_slices: int) -> None:
         except ValueError:  # a callable in C without a signature
             continue
         except (AttributeError, TypeError) as error:
-            found = f"stage {number} is {shown(stage)}"
-            raise StepArgumentError(f"{found}, and this plan calls its forward({names}): {error}") from None
+            raise StepArgumentError(
+                f"stage {number} is {shown(stage)}, and this plan calls its forward({names}): {error}"
+            ) from None
 
 
 def require_runnable(plan: Plan, position: int, communicator: Communicator, reducers: Collection[int | str]) -> None:
     """Raise StepArgumentError unless ``position`` of the plan can be run with these reducers and this communicator."""
     if not plan.has_communication and dataflow_of(plan).lanes:
-        count = plan.num_positions
-        raise StepArgumentError(f"the plan has computes alone, but its {count} positions feed each other; lower(plan)")
+        raise StepArgumentError(
+            f"the plan has computes alone, but its {plan.num_positions} positions feed each other: lower(plan) adds "
+            "the messages"
+        )
     job = communicator.job
     if plan.num_slices > 1 and not job.slices:
-        cut, kind = f"the plan cuts microbatches into {plan.num_slices} slices", type(communicator).__name__
-        raise StepArgumentError(f"{cut}, and a {kind} moves whole ones")
+        raise StepArgumentError(
+            f"the plan cuts microbatches into {plan.num_slices} slices, and a {type(communicator).__name__} moves "
+            "whole ones"
+        )
     reduced = [
         {reducer_name(action) for action in plan.actions(each) if action.kind is ActionKind.REDUCE}
         for each in range(plan.num_positions)
@@ -129,12 +134,11 @@ def _require_edges(plan: Plan, job: JobTopology) -> None:
 def _require_actions(plan: Plan, position: int, communicator: Communicator) -> None:
     """Raise for messages without ports, and for a ``COLLECTIVE`` without an exchange, an edge or a step of its own."""
     lacks_ports = type(communicator).port is Communicator.port
-    here = "None" if type(communicator) is Communicator else shown(communicator)
     for step in plan.positions[position]:
         for action in actions_of(step):
             if action.kind.is_message and lacks_ports:
                 raise StepArgumentError(
-                    f"position {position} has {action}, and communicator is {here}, without port(); "
+                    f"position {position} has {action}, and communicator is {_shown(communicator)}, without port(); "
                     "pass P2PCommunicator(pp_group, config)"
                 )
             if action.kind is not ActionKind.COLLECTIVE:
@@ -146,9 +150,13 @@ def _require_actions(plan: Plan, position: int, communicator: Communicator) -> N
                 )
             if not communicator.exchanges:
                 raise StepArgumentError(
-                    f"position {position} has {action}, and communicator is {here}, without collective(); pass a "
-                    "MultiModulePipelineCommunicator"
+                    f"position {position} has {action}, and communicator is {_shown(communicator)}, without "
+                    "collective(); pass a MultiModulePipelineCommunicator"
                 )
+
+
+def _shown(communicator: Communicator) -> str:
+    return "None" if type(communicator) is Communicator else shown(communicator)
 
 
 def bare_stages(plan: Plan, position: int, stages: Iterable[int]) -> list[int]:
@@ -157,5 +165,6 @@ def bare_stages(plan: Plan, position: int, stages: Iterable[int]) -> list[int]:
     for stage in stages:
         order = [(a.kind, a.microbatch) for a in plan.actions(position) if a.stage == stage and a.kind.is_compute]
         in_turn = [(kind, microbatch) for _, microbatch in order[::2] for kind in (ActionKind.F, ActionKind.B)]
-        found += [stage] if stage not in plan.forward_only and order != in_turn else []
+        if stage not in plan.forward_only and order != in_turn:
+            found.append(stage)
     return found

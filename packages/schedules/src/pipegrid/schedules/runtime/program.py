@@ -99,7 +99,7 @@ def programs(
 
 def _follow(bounds: list[Bound], *calls: Call) -> None:
     """Have ``calls`` follow the last of ``bounds``."""
-    if bounds:
+    if bounds and calls:
         bounds[-1] = evolve(bounds[-1], after=(*bounds[-1].after, *calls))
 
 

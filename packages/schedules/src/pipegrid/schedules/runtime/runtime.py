@@ -151,7 +151,9 @@ class PipelineRuntime:
         self._announce = () if monitor is None else (monitor.announce,)
         self._program, self._forwards = programs(self._bound, self._hooks, self._effects, self._paired, self._announce)
         rank = _rank_of(communicator, monitor)
-        self._agreement = StepAgreement(self._bound, rank, deadline or communicator.deadline)
+        self._agreement = StepAgreement(
+            self.plan, communicator, self._bound.queues, rank, deadline or communicator.deadline
+        )
         self._recorder = FlightRecorder(None if failure_dir is None else Path(failure_dir), rank, communicator)
         self._cursor = Cursor(self.plan, rank, self.position, self._program)
         self._failures = StepFailures(self._bound, self._cursor, monitor, self._agreement, self._recorder, alone=alone)
@@ -264,7 +266,7 @@ class PipelineRuntime:
             GradientError: a stage has a wrapper that would reduce the wrong gradients; nothing was sent.
         """
         require_bare(self._bare)
-        self._run(True, start, finish, beside, agree, batch)
+        self._run(grad=True, start=start, finish=finish, beside=beside, agree=agree, batch=batch)
 
     def warm_up(self, payloads: Mapping[Edge, Payload] | None = None) -> None:
         """Run a forward and a backward of each stage of this rank, without a message; before the first step.
@@ -291,7 +293,7 @@ class PipelineRuntime:
         Raises:
             DisagreementError, PipelineError, JobFailedError: as `step`.
         """
-        self._run(False, None, None, beside, "", batch)
+        self._run(grad=False, beside=beside, batch=batch)
 
     def check(self) -> None:
         """Raise if this runtime or, with a monitor, the job has failed: for calls before an update of parameters.
@@ -310,7 +312,14 @@ class PipelineRuntime:
         return PipelineError(f"{what} inside a step, at {self.where}: a runtime runs one step at a time")
 
     def _run(
-        self, grad: bool, start: Call | None, finish: Call | None, beside: Call | None, agree: str, batch: str | None
+        self,
+        *,
+        grad: bool,
+        start: Call | None = None,
+        finish: Call | None = None,
+        beside: Call | None = None,
+        agree: str = "",
+        batch: str | None = None,
     ) -> None:
         if not self._one_step.acquire(blocking=False):
             raise self._inside("step() or eval()")

@@ -119,7 +119,7 @@ class FlightRecorder:
     def record(self, plan: Plan, failure: str, stopped: str, place: str, report: Report | None = None) -> str:
         """Write that a step of ``plan`` ``stopped`` at ``place`` because of ``failure``.
 
-        Where, is the line that is returned for the error: empty without a folder.
+        Returns a line for the error, with the file; an empty one without a folder.
         """
         if self.folder is None:
             return ""

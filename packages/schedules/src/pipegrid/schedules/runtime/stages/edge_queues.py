@@ -164,7 +164,8 @@ class Output:
 
     def written(self) -> StageOutputError:
         """The error of a stage that has written into it."""
-        queue, (stage, direction) = self.queue, self.queue.returned_by
+        queue = self.queue
+        stage, direction = queue.returned_by
         what = "its output" if direction is Direction.FORWARD else "the gradient of its input"
         name = piece_name(self.piece, queue.num_slices)
         return StageOutputError(

@@ -78,5 +78,8 @@ def detached(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def gradient_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The gradient to send back for a received tensor: zeros if it was not used, so that all microbatches are alike."""
+    """The gradient to send back for a received tensor.
+
+    Zeros if it requires grad but was not used, so that gradients have the same form for every microbatch.
+    """
     return torch.zeros_like(tensor) if tensor.grad is None and tensor.requires_grad else tensor.grad

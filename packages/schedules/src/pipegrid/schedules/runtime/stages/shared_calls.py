@@ -6,7 +6,7 @@ destination.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Mapping
 
 import torch
@@ -26,9 +26,9 @@ class SharedCalls:
     pieces: dict[int, list[int]] = field(init=False)  # by call, ascending
 
     def __attrs_post_init__(self) -> None:
-        self.pieces = defaultdict(list)
+        self.pieces = {}
         for piece, call in sorted(self.call_of.items()):
-            self.pieces[call].append(piece)
+            self.pieces.setdefault(call, []).append(piece)
 
 
 @define(eq=False)

@@ -37,11 +37,12 @@ def torch_schedule(
     ranks, rank = stages[0].group_size, stages[0].group_rank
     if ranks != plan.num_positions:
         raise PlanError(f"the stages are in a group of {ranks} ranks, the plan has {plan.num_positions} positions")
-    found = sorted(stage.stage_index for stage in stages), stages[0].num_stages
-    planned = list(plan.stages_at[rank]), plan.num_stages
-    if found != planned:
-        text = "rank {} has the stages {} of {}; in the plan it has {} of {}"
-        raise PlanError(text.format(rank, *found, *planned))
+    numbers = sorted(stage.stage_index for stage in stages)
+    if numbers != list(plan.stages_at[rank]) or stages[0].num_stages != plan.num_stages:
+        raise PlanError(
+            f"rank {rank} has the stages {numbers} of {stages[0].num_stages}; in the plan it has "
+            f"{list(plan.stages_at[rank])} of {plan.num_stages}"
+        )
     for stage in stages:
         _keep_first_messages_off_its_own_rank(stage)
     schedule = _PipelineScheduleRuntime(list(stages), plan.num_microbatches, **options)  # type: ignore[no-untyped-call]

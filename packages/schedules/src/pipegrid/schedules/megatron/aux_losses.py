@@ -132,13 +132,14 @@ class AttachedLosses:
         if before is not None and before[0] != constant:
             self._constants[function] = None  # it depends on what arrives
         elif constant in _scales_of(function) or (before is not None and before[1] != norm):
-            self.names[function.__name__], scales = None, expected()
+            self.names[function.__name__] = None
+            scales = expected()
             if any(math.isclose(constant, each, rel_tol=1e-2) for each in scales):  # in the dtype of the loss
                 return
             raise StageOutputError(
                 f"the autograd function {function.__name__} of stage {self.stage} attaches a loss with the gradient "
                 f"{constant:g}, and the step scales the mean loss of microbatch {microbatch} by {scales[0]:g}. Give "
-                f"PipelineConfig(aux_loss_scalers=[...]) the class, if it has set_loss_scale, or a function that sets "
+                "PipelineConfig(aux_loss_scalers=[...]) the class, if it has set_loss_scale, or a function that sets "
                 "its scale; or return WithLoss(output, loss). Where the loss is scaled before it is attached: "
                 "aux_loss_scalers=None"
             )

@@ -45,6 +45,7 @@ class LossSums:
         start: starts to add up what all ranks have found, from the ``info`` of each loss of this one; what it returns
             waits for the sums: float64, of which the second is that of the tokens.
         early: start behind the last forward of this rank and the next send; else behind its last backward.
+        begun: `begin` was called.
     """
 
     start: Callable[[list[Any]], Callable[[], torch.Tensor]]
@@ -71,7 +72,12 @@ class LossSums:
 
 @define(eq=False)
 class LastStep:
-    """What a caller that holds its models and a `PipelineConfig` keeps of the last step that has trained them."""
+    """What a caller that holds its models and a `PipelineConfig` keeps of the last step that has trained them.
+
+    Attributes:
+        prepared: what the step was run by.
+        gradients: of the models, for a step that is run by the same and finds nothing changed in them.
+    """
 
     prepared: object = field(default=None, init=False)
     gradients: StepGradients | None = field(default=None, init=False)
@@ -257,8 +263,9 @@ def require_compatible(kind: StepKind, place: Place, call: StepCall, models: Map
         known = find_schedule(kind.schedule)
         if not known.pairs or kind.num_slices > 1:
             paired = ", ".join(name for name, other in SCHEDULES.items() if other.pairs)
-            what = "config.overlap_moe_expert_parallel_comm is set"
-            raise StepArgumentError(f"{what}, and {known.name} has no pairs; these do: {paired}")
+            raise StepArgumentError(
+                f"config.overlap_moe_expert_parallel_comm is set, and {known.name} has no pairs; these do: {paired}"
+            )
     if option(config, "weighted_microbatches") and not option(config, "calculate_per_token_loss"):
         raise StepArgumentError("config.weighted_microbatches says what calculate_per_token_loss counts; set both")
     if call.collect_non_loss_data and not call.forward_only:

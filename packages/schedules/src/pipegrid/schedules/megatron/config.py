@@ -244,8 +244,9 @@ def require_options(config: Any) -> None:
     for name, (off, why) in OF_MEGATRON.items():
         value = getattr(config, name, None)
         if value not in off:
-            found = f"config.{name} is {shown(value)}"
-            raise StepArgumentError(f"{found}, which the step functions here do not have: {why}")
+            raise StepArgumentError(
+                f"config.{name} is {shown(value)}, which the step functions here do not have: {why}"
+            )
     for name in _READ_LATE:
         checked_option(config, name)
 

@@ -7,7 +7,6 @@ Megatron-LM", section 2.2 (1F1B and its interleaved form).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain
 from typing import Any
 
 from pipegrid.core.errors import StepArgumentError
@@ -63,7 +62,8 @@ def get_pp_rank_microbatches(
         if num_model_chunks == 1:
             warmup = distance
         else:
-            group = microbatch_group_size_per_vp_stage or job.total_stages
+            group = microbatch_group_size_per_vp_stage
+            group = job.total_stages if group is None else group
             warmup = 2 * distance + (num_model_chunks - 1) * group + int(overlap_moe_expert_parallel_comm)
     warmup = min(warmup, total)
     return total, warmup == total, warmup, total - warmup
@@ -103,8 +103,9 @@ def convert_schedule_table_to_order(
     """
     count = len(schedule_table)
     if num_warmup_microbatches > count:
-        given = f"num_warmup_microbatches is {num_warmup_microbatches}"
-        raise StepArgumentError(f"{given}, and schedule_table has {count} forwards in all")
+        raise StepArgumentError(
+            f"num_warmup_microbatches is {num_warmup_microbatches}, and schedule_table has {count} forwards in all"
+        )
     for place, entry in enumerate(schedule_table):
         if not isinstance(entry, (tuple, list)) or len(entry) != 2 or entry[1] not in range(num_model_chunks):
             raise StepArgumentError(
@@ -113,12 +114,10 @@ def convert_schedule_table_to_order(
             )
     forwards = [chunk + 1 for _, chunk in schedule_table]
     backwards = [chunk - num_model_chunks for _, chunk in schedule_table]
-    pairs = zip(forwards[num_warmup_microbatches:], backwards, strict=False)
-    return [
-        *forwards[:num_warmup_microbatches],
-        *chain.from_iterable(pairs),
-        *backwards[count - num_warmup_microbatches :],
-    ]
+    order = forwards[:num_warmup_microbatches]
+    for index in range(num_warmup_microbatches, count):
+        order += [forwards[index], backwards[index - num_warmup_microbatches]]
+    return order + backwards[count - num_warmup_microbatches :]
 
 
 def get_tensor_shapes(
@@ -160,4 +159,6 @@ def get_tensor_shapes(
 
 def check_first_val_step(first_val_step: bool | None, forward_only: bool, cond: bool) -> bool:
     """``cond``; in a forward-only run with a ``first_val_step``, both of them."""
-    return first_val_step and cond if first_val_step is not None and forward_only else cond
+    if first_val_step is not None and forward_only:
+        return first_val_step and cond
+    return cond

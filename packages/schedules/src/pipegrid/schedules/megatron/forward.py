@@ -93,14 +93,34 @@ def forward_step(
             start()
     if current_microbatch is not None:
         set_current_microbatch(model, current_microbatch)
+    as_list = isinstance(input_tensor, list)
     extra = () if checkpoint_activations_microbatch is None else (checkpoint_activations_microbatch,)
-    how = extra, unwrapped_attribute(model, "set_input_tensor"), autocast_of(config, model), is_last_stage
-    output, loss_func = run_model(forward_step_func, data_iterator, model, input_tensor, *how)
-    of_loss = loss_func, config, vp_stage, collect_non_loss_data, num_microbatches, forward_data_store
-    output, num_tokens = forward_step_calc_loss(
-        model, output, *of_loss, cp_group_size, is_last_stage, cp_group=cp_group
+    output, loss_func = run_model(
+        forward_step_func,
+        data_iterator,
+        model,
+        input_tensor,
+        extra,
+        unwrapped_attribute(model, "set_input_tensor"),
+        autocast_of(config, model),
+        is_last_stage,
     )
-    return [output] if isinstance(input_tensor, list) and not isinstance(output, list) else output, num_tokens
+    output, num_tokens = forward_step_calc_loss(
+        model,
+        output,
+        loss_func,
+        config,
+        vp_stage,
+        collect_non_loss_data,
+        num_microbatches,
+        forward_data_store,
+        cp_group_size,
+        is_last_stage,
+        cp_group=cp_group,
+    )
+    if as_list and not isinstance(output, list):
+        output = [output]
+    return output, num_tokens
 
 
 def run_model(
@@ -262,7 +282,8 @@ def autocast_of(config: Any, model: torch.nn.Module) -> Callable[[], contextlib.
     dtype = option(config, "autocast_dtype") or option(config, "pipeline_dtype")  # None: the device's default
     if dtype not in (None, torch.float16, torch.bfloat16):
         name = "autocast_dtype" if option(config, "autocast_dtype") else "pipeline_dtype"
-        found = f"enable_autocast is set and {name} is {dtype}"
-        raise StepArgumentError(f"{found}; autocast computes in torch.float16 or torch.bfloat16")
+        raise StepArgumentError(
+            f"enable_autocast is set and {name} is {dtype}; autocast computes in torch.float16 or torch.bfloat16"
+        )
     parameter = next(model.parameters(), None)
     return partial(torch.autocast, "cpu" if parameter is None else parameter.device.type, dtype=dtype)

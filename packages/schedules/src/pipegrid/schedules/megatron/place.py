@@ -58,13 +58,21 @@ class PlanNeeds:
 
 @frozen(slots=False)
 class Place:
-    """The module graph of a job, and this rank's stages in it, ascending."""
+    """The module graph of a job, and this rank's stages in it.
+
+    Attributes:
+        graph: the modules.
+        stages: the stages on this rank, ascending.
+        placement: the positions of each stage; None is one position per stage.
+        collectives: the edges between modules on the same ranks that need a ``COLLECTIVE``.
+        frozen: modules without gradients.
+    """
 
     graph: ModuleGraph
     stages: tuple[int, ...]
-    placement: tuple[tuple[int, ...], ...] | None = None  # the positions of each stage; None: one per stage
-    collectives: tuple[Edge, ...] = ()  # edges between modules on the same ranks that need a ``COLLECTIVE``
-    frozen: tuple[str, ...] = ()  # modules without gradients
+    placement: tuple[tuple[int, ...], ...] | None = None
+    collectives: tuple[Edge, ...] = ()
+    frozen: tuple[str, ...] = ()
 
     def module_of(self, stage: int) -> str:
         """The module that a stage belongs to."""

@@ -65,9 +65,10 @@ _BACKWARDS = (ActionKind.B, ActionKind.I, ActionKind.W, ActionKind.REDUCE_GRAD)
 
 
 def last_backwards(plan: Plan, position: int) -> dict[int, int]:
-    """By the place (in `Plan.actions`) of the last action that can add to gradients of a stage, that stage; in order.
+    """The stage whose gradients are whole, by the place of the last action that can add to them; in the plan's order.
 
-    Where replicas differ, that is the ``REDUCE`` over them, which comes after their last backwards.
+    By its place in `Plan.actions`: all ``REDUCE_GRAD`` of a stage are equal. Where replicas differ, the ``REDUCE`` over
+    them comes after their last backwards.
     """
     kinds = _BACKWARDS if plan.num_replicas == 1 else {ActionKind.REDUCE}
     last = {
@@ -207,8 +208,8 @@ class PreparedStep:
         self.early = not self.by_unit and self._starts_early(call, models, config)
         self.last_backwards: Mapping[int, int] = last_backwards(plan, self.actor)
         sized = call.seq_length is not None and option(config, "hidden_size") is not None
-        sized = sized and plan.num_slices == len(plan.graph.modules) == 1
-        self.expected = sent_shape(**_sizes(call, self.place, config)) if sized else None
+        of_one_module = plan.num_slices == 1 and len(plan.graph.modules) == 1
+        self.expected = sent_shape(**_sizes(call, self.place, config)) if sized and of_one_module else None
         self.stages = self._stages(call, models, config, by_unit, replica)
         self.ties = tuple(tie.name for tie in ties)
         self._config: Any = None

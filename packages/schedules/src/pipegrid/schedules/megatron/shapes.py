@@ -40,11 +40,16 @@ def announced_shapes(adjust: Callable[..., Any], shapes: Sequence[Shape]) -> Ann
     """Shapes from ``adjust(receive_shapes, send_shapes)``, applied to those of the arguments (`get_tensor_shapes`)."""
     adjusted = adjust(list(shapes), list(shapes))
     try:
-        received, sent = (tuple(tuple(map(int, shape)) for shape in each) for each in adjusted)
-        return AnnouncedShapes(received, sent)
+        received, sent = adjusted
+        return AnnouncedShapes(_as_shapes(received), _as_shapes(sent))
     except (TypeError, ValueError):
-        expected = "(receive shapes, send shapes)"
-        raise StepArgumentError(f"adjust_tensor_shapes_fn returned {adjusted!r}; expected {expected}") from None
+        raise StepArgumentError(
+            f"adjust_tensor_shapes_fn returned {adjusted!r}; expected (receive shapes, send shapes)"
+        ) from None
+
+
+def _as_shapes(shapes: Any) -> tuple[Shape, ...]:
+    return tuple(tuple(int(size) for size in shape) for shape in shapes)
 
 
 @frozen
@@ -65,9 +70,7 @@ class SentShape:
         if not sent or len(tensors) != 1 or not tensors[0].is_floating_point():
             return
         *tokens, hidden = tensors[0].shape or (0,)
-        share, rest = divmod(math.prod(tokens), self.micro_batch_size)
-        fits = [share == length if self.exact else length % share == 0 for length in self.sequences if share]
-        if hidden == self.hidden_size and not rest and any(fits):
+        if hidden == self.hidden_size and any(self._fits(math.prod(tokens), sequence) for sequence in self.sequences):
             return
         shapes = " or ".join(str((sequence, self.micro_batch_size, self.hidden_size)) for sequence in self.sequences)
         raise StageOutputError(
@@ -76,6 +79,12 @@ class SentShape:
             f"{'' if self.exact else ', or an even share of the sequence'}. For other lengths set "
             "config.variable_seq_lengths, for activations of another form config.hidden_size=None"
         )
+
+    def _fits(self, tokens: int, sequence: int) -> bool:
+        share, rest = divmod(tokens, self.micro_batch_size)
+        if rest or share == 0:
+            return False
+        return share == sequence if self.exact else sequence % share == 0
 
 
 def sent_shape(

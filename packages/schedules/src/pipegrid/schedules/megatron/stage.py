@@ -82,9 +82,15 @@ class MegatronStage:
         self.sliced = found["current_slice"] if self.num_slices > 1 else ()
         if not self.forward_only or call.first_val_step is None or call.first_val_step:
             self.starts = unwrapped_attribute(model, "set_is_first_microbatch")
-        how: dict[str, Any] = {"context": context, "is_last_stage": not self.outgoing}
-        how["set_input_tensor"] = unwrapped_attribute(model, "set_input_tensor")
-        self.run = partial(run_model, call.forward_step_func, data_iterator, model, **how)
+        self.run = partial(
+            run_model,
+            call.forward_step_func,
+            data_iterator,
+            model,
+            set_input_tensor=unwrapped_attribute(model, "set_input_tensor"),
+            context=context,
+            is_last_stage=not self.outgoing,
+        )
 
     def end(self) -> None:
         """Drop all references of the call, so that a deleted model is freed at once."""

@@ -209,7 +209,7 @@ def no_sync_hooks(
     if not isinstance(contexts, (list, tuple)):
         return [_Suspended(contexts, _last(plan, position, by_itself), outside)]
     return [
-        _Suspended(enter, _last(plan, position, {stage}.intersection(by_itself)), outside)
+        _Suspended(enter, _last(plan, position, [stage] if stage in by_itself else []), outside)
         for stage, enter in zip(models, _per_chunk(config, "no_sync_func", models), strict=True)
     ]
 

@@ -102,14 +102,18 @@ def replica_of(call: StepCall, place: Place) -> int | None:
         )
     if routes is not None:
         own = routes.units[0 if living is None else replica or 0]
-        if (given := call.num_microbatches) != own:
-            raise StepArgumentError(f"num_microbatches is {given}, and by the routes replica {replica} has {own}")
+        if call.num_microbatches != own:
+            raise StepArgumentError(
+                f"num_microbatches is {call.num_microbatches}, and by the routes replica {replica} has {own}"
+            )
     return replica
 
 
 def _position(job: JobTopology, place: Place) -> int:
-    if job.graph is None or job.placement is None:
-        return job.current_stage if job.graph is None else place.stages[0]
+    if job.graph is None:
+        return job.current_stage
+    if job.placement is None:
+        return place.stages[0]
     return next(position for position, stages in stages_on(job.placement).items() if stages == list(place.stages))
 
 

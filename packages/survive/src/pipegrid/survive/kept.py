@@ -71,7 +71,11 @@ class KeptState:
         self._states = capture()
 
     def require_unwritten(self, key: str) -> None:
-        """Raise SurviveError where the function of ``key`` has written a gradient since a `keep` without."""
+        """Raise where gradients are others than at the last `keep`, which was without them.
+
+        Raises:
+            SurviveError: the function of ``key`` has written one, or put another tensor in its place.
+        """
         for parameter, place, tensor, writes in self._seen:
             found, count = _writes(parameter, place)
             if found is not tensor or count != writes:

@@ -53,7 +53,9 @@ class Living:
     def actors(self) -> dict[int, Actor]:
         """The actor of each rank of the job."""
         places = {rank: grid.coords(rank) for grid in grids_of(self.grid) for rank in grid.ranks}
-        positions = self.positions_of or {rank: at.get("pp", 0) for rank, at in places.items()}
+        positions = self.positions_of
+        if positions is None:
+            positions = {rank: at.get("pp", 0) for rank, at in places.items()}
         return {rank: Actor(positions[rank], at.get("dp", 0)) for rank, at in places.items()}
 
     def actor(self, rank: int) -> Actor:
@@ -79,7 +81,8 @@ class Living:
     @cached_property
     def ranks(self) -> tuple[int, ...]:
         """The ranks that take part, ascending."""
-        return tuple([rank for rank in self.members if rank in self.actors and self.actors[rank] not in self.dead])
+        dead = set(self.dead)
+        return tuple([rank for rank in self.members if rank in self.actors and self.actors[rank] not in dead])
 
     def group(self, dims: Dims, rank: int, module: str | None = None) -> tuple[int, ...]:
         """The ranks that take part, of the group of ``rank`` over ``dims``, ascending; ``module``: in whose grid."""
@@ -87,9 +90,14 @@ class Living:
         return tuple([member for member in grid.group_ranks(dims, rank) if member in self.ranks])
 
     def require_every_position(self) -> None:
-        """Raise JobFailedError unless each position lives in a replica: its stages would be on no rank."""
+        """Raise unless each position lives in a replica.
+
+        Raises:
+            JobFailedError: one does not; its stages are on no rank.
+        """
+        dead = set(self.dead)
         for position in range(self.positions):
-            if all(Actor(position, replica) in self.dead for replica in range(self.replicas)):
+            if all(Actor(position, replica) in dead for replica in range(self.replicas)):
                 raise JobFailedError(
                     f"position {position} of the pipeline is dead in all {self.replicas} replicas, so its stages are "
                     "on no rank any more: start all ranks again, from the last checkpoint"

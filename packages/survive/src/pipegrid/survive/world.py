@@ -46,6 +46,10 @@ _MEASURED: Final = 10  # steps
 _GROUPS = ("tp", "cp", "dp", "dp_cp", "tp_cp", "tp_dp_cp")
 
 
+def _by_speed(routes: Routes, plan: Plan, speeds: Mapping[Actor, float]) -> Routes:
+    return reroute(routes, speeds=speeds, plan=plan) if speeds else routes
+
+
 @define(eq=False, slots=False)
 class PipelineWorld:
     """The groups and the communicator of this rank in one epoch. The script may add attributes, such as a runtime.
@@ -94,7 +98,11 @@ class PipelineWorld:
 
     @property
     def checkpoints(self) -> Checkpoints:
-        """The checkpoints in the job's directory, of the ranks that take part; SurviveError without a directory."""
+        """The checkpoints in the job's directory, of the ranks that take part.
+
+        Raises:
+            SurviveError: the job has no directory.
+        """
         if self._checkpoints is None:
             raise SurviveError("the job has no checkpoints; give PipelineJob(checkpoints=directory)")
         return self._checkpoints
@@ -112,14 +120,17 @@ class PipelineWorld:
         if self._steps % _MEASURED:
             return ()
         slow = self._times.slow(self.job_group)
-        routes = reroute(self._home, speeds=measured_speeds(slow), plan=self._job.plan)
+        routes = _by_speed(self._home, self._job.plan, measured_speeds(slow))
         if routes != self.routes:
             self.routes = routes
             self.__dict__.pop("proof", None)
         return slow
 
     def configure(self, modules: Modules) -> None:
-        """Set ``job_group`` in configs and loss scalers of ``modules``, ties of the living, the hook that measures."""
+        """Set ``job_group`` in the configs of ``modules`` and in their loss scalers, and ties of the living ranks.
+
+        And, with ``speeds="measured"``, the hook that measures.
+        """
         owners = dict.fromkeys(owner for _, module in named_modules(modules) if (owner := config_owner(module)))
         ties = {tie.name: tie for owner in owners for tie in option(owner.config, "tied_parameters")}
         living: Collection[TiedParameters] = ()
@@ -154,7 +165,10 @@ class PipelineWorld:
         self.communicator.close()
         if self._checkpoints is not None:
             (self._checkpoints.discard if self._aborted else self._checkpoints.close)()
-        (discard_groups if self._aborted else destroy_groups)(self._made)
+        if self._aborted:
+            discard_groups(self._made)
+        else:
+            destroy_groups(self._made)
 
 
 @frozen(eq=False)
@@ -217,10 +231,11 @@ class PipelineJob:
         if not isinstance(self.grid, Mapping):
             self.grid.create_places("pp")
         routes = self.routes or Routes.identity(living.replicas, self.plan.num_microbatches)
-        routes = reroute(routes, living.dead, plan=self.plan)
+        routes = reroute(routes, living.dead, plan=self.plan) if living.dead else routes
         speeds = self.speeds if isinstance(self.speeds, Mapping) else {}
-        job, specs = GroupSpec(living.ranks, f"job of epoch {epoch.number}"), self._specs(living, rank, epoch.number)
-        every = {job}.union(*[own.values() for own in specs.values()])
+        job = GroupSpec(living.ranks, f"job of epoch {epoch.number}")
+        specs = self._specs(living, rank, epoch.number)
+        every = {job, *[spec for own in specs.values() for spec in own.values()]}
         made = create_groups(every, timeout=timedelta(seconds=self.timeout))
         job_group = made[job]
         try:
@@ -234,8 +249,8 @@ class PipelineJob:
             epoch=epoch.number,
             living=living,
             actor=living.actor(rank),
-            routes=reroute(routes, speeds=speeds, plan=self.plan),
-            groups=self._groups({at: {name: made[spec] for name, spec in own.items()} for at, own in specs.items()}),
+            routes=_by_speed(routes, self.plan, speeds),
+            groups=self._groups(specs, made),
             job_group=job_group,
             communicator=communicator,
             checkpoints=checkpoints,
@@ -272,13 +287,14 @@ class PipelineJob:
         return found
 
     def _groups(
-        self, made: Mapping[str, Mapping[str, Any]]
+        self, specs: Mapping[str, Mapping[str, GroupSpec]], made: Mapping[GroupSpec, Any]
     ) -> ProcessGroupCollection | Mapping[str, ProcessGroupCollection]:
+        by_module = {module: {name: made[spec] for name, spec in own.items()} for module, own in specs.items()}
         if not isinstance(self.grid, Mapping):
             pipeline = self.grid.get_pg("pp")  # also with dead ranks, for their places
-            return ProcessGroupCollection(**made.get("", {}), pp=pipeline, grid=self.grid)
+            return ProcessGroupCollection(**by_module[""], pp=pipeline, grid=self.grid)
         grids = self.grid
-        return {name: ProcessGroupCollection(**groups, grid=grids[name]) for name, groups in made.items()}
+        return {name: ProcessGroupCollection(**groups, grid=grids[name]) for name, groups in by_module.items()}
 
 
 def module_positions(plan: Plan, grids: Mapping[str, HyperCommGrid]) -> dict[int, int]:

@@ -103,7 +103,7 @@ class StepAgreement:
             raise DisagreementError(self._difference(others))
 
     def look_again(self, told: str | None) -> str | None:
-        """The known difference between this rank's failed step and the others'.
+        """The known difference between this rank's failed step and the others'; None where none is known.
 
         ``told``: why a neighbour has ended this step, which it may have found out first.
         """

@@ -8,7 +8,7 @@ from pipegrid.bridges import ModuleGraph
 from pipegrid.plans.plan import module_places
 from pipegrid.schedules import Actor, Plan, schedule_for, stage_places
 from pipegrid.survive import Living, PipelineJob, SurviveError
-from pipegrid.survive.pipelines import living_traffic, module_positions
+from pipegrid.survive.world import living_traffic, module_positions
 from pipegrid.topology import HyperCommGrid
 from pipegrid.transport import Direction, Edge
 

@@ -70,7 +70,7 @@ def test_a_world_sets_configs_and_scalers_and_puts_them_back():
     theirs, stages = SimpleNamespace(hidden_size=4), [nn.Linear(1, 1), nn.Linear(1, 1), nn.Linear(1, 1)]
     stages[0].config, stages[1].config = ours, theirs
     living = Living(HyperCommGrid([2, 2], ["dp", "pp"], world_size=4), range(4))
-    unused = dict.fromkeys(("actor", "routes", "groups", "checkpoints", "schedule", "by_speed", "times", "timeout"))
+    unused = dict.fromkeys(("actor", "routes", "groups", "checkpoints", "job", "home", "times"))
     communicator = SimpleNamespace(close=lambda: None)
     world = PipelineWorld(epoch=1, living=living, job_group=group, communicator=communicator, made=[], **unused)
     world.configure(stages)

@@ -28,9 +28,9 @@ from pipegrid.schedules import (
     agree_on_routes,
     chain,
 )
-from pipegrid.schedules.megatron.units.agreement import merged
-from pipegrid.schedules.megatron.units.numbers import (
+from pipegrid.schedules.megatron.units.routes import (
     StageUnits,
+    merged,
     planned_routes,
     replica_of,
     require_equal_routes,

@@ -1,4 +1,4 @@
-"""Ends the connections to ranks that may be dead.
+"""A default process group without connections, and the end of connections to ranks that may be dead.
 
 What gloo does when a process is killed (torch 2.13, four ranks in an all-reduce): the ranks that exchange with the dead
 one have an error at once, since the kernel closes its sockets. The others wait for those ranks, which have left, and
@@ -11,21 +11,18 @@ one after the other: 0.03 s per rank and group.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
+import torch.distributed as dist
 
 from pipegrid.survive.errors import SurviveError
-from pipegrid.topology.torch_compat import is_alive
+from pipegrid.topology.torch_compat import is_alive, unconnected
 from pipegrid.transport.backends.nccl import watchdog_acts
 from pipegrid.transport.backends.wire import cut_all_connections
 from pipegrid.transport.waits.aborts import abort_groups
 
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
-
-def end_connections(groups: Iterable[ProcessGroup], cause: str) -> None:
+def end_connections(groups: Iterable[dist.ProcessGroup], cause: str) -> None:
     """End all connections of ``groups``, so that none of their ranks waits for this one. From any thread.
 
     `pipegrid.topology.discard_groups` frees the groups then.
@@ -33,17 +30,13 @@ def end_connections(groups: Iterable[ProcessGroup], cause: str) -> None:
     listed: list[Any] = list(dict.fromkeys(groups))
     abort_groups(listed, cause)
     for group in listed:
-        if _on_host(group):
+        if is_alive(group) and "cpu:gloo" in dist.get_backend_config(group):
             cut_all_connections(group)
 
 
 def require_no_watchdog() -> None:
-    """Raise where torch ends this process, or lets its kernels end without their data, before others are asked.
-
-    Raises:
-        SurviveError: it does, for a backend of the default group.
-    """
-    for part in torch.distributed.get_backend_config().split(","):
+    """Raise SurviveError where torch ends this process, or its kernels without their data, before others are asked."""
+    for part in dist.get_backend_config().split(","):
         if watchdog_acts(backend := part.split(":")[1]):
             raise SurviveError(
                 f"with {backend!r} torch's watchdog ends a process that has lost another one, or aborts its groups; "
@@ -51,5 +44,22 @@ def require_no_watchdog() -> None:
             )
 
 
-def _on_host(group: Any) -> bool:
-    return is_alive(group) and "cpu:gloo" in torch.distributed.get_backend_config(group)
+def init_process_group(backend: str = "gloo", **options: Any) -> None:
+    """Initialise the default process group as `torch.distributed.init_process_group` does, without the other ranks.
+
+    A process that takes the place of a dead rank cannot connect to a group that was made before it, and needs not: what
+    ranks exchange goes through the world of an epoch. With gloo, torch's own function waits there for ranks that never
+    join. Ranks connect here when a script uses the default group, which it should not do once a rank has died.
+
+    Args:
+        backend: of the groups of each epoch as well.
+        options: those of torch: ``store``, ``rank``, ``world_size``, ``timeout``; an ``init_method``.
+
+    Examples:
+        >>> import torch.distributed as dist
+        >>> init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> dist.get_world_size()
+        1
+    """
+    with unconnected():
+        dist.init_process_group(backend, **options)

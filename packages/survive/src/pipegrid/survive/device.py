@@ -1,4 +1,4 @@
-"""Waits until the device has done what a function has issued to it, which on CUDA is later than the host."""
+"""A wait until the device has done what a function has issued to it, which on CUDA is later than the host."""
 
 from __future__ import annotations
 
@@ -13,20 +13,15 @@ from pipegrid.transport.streams import synchronize, used_device
 
 @define(eq=False)
 class DeviceEnd:
-    """Waits for the current device in a thread of its own, as a kernel whose data never arrives never ends.
+    """Waits for the current device in a thread of its own, as a kernel whose data never arrives never ends."""
 
-    Attributes:
-        deadline: seconds; at least half an hour where ``first``, in which others may still load and compile.
-    """
-
-    deadline: float
+    deadline: float  # seconds; at least half an hour where ``first``, in which others may still load and compile
     _calls: BoundedCalls = field(factory=lambda: BoundedCalls("pipegrid-device"), init=False)
 
     def wait(self, what: str, why: Callable[[], str], *, first: bool) -> None:
-        """Wait until all is done that was issued; not where this process uses no device with streams.
+        """Wait until all is done that was issued to a device with streams.
 
-        Raises:
-            RuntimeError: not within the deadline, or ``why`` has a text, which is asked every 0.1 s.
+        RuntimeError where that is not within the deadline, or ``why`` has a text, which is asked every 0.1 s.
         """
         device = used_device()
         if device is None:
@@ -38,5 +33,5 @@ class DeviceEnd:
             raise RuntimeError(why() or f"{device} has not done {what} after {seconds:g} s") from error
 
     def close(self) -> None:
-        """End the thread. Idempotent."""
+        """End the thread."""
         self._calls.close()

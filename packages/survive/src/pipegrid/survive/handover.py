@@ -38,21 +38,14 @@ class Stateful(Protocol):
 
     def state_dict(self) -> Any:
         """The state, of tensors and plain data."""
-        ...
 
     def load_state_dict(self, state_dict: Any, /) -> Any:
         """Restore a state of `state_dict`."""
-        ...
 
 
 @frozen(eq=False)
 class JobState:
-    """The state of a rank: parameters, buffers and gradients, random generators, ``parts``, and the number of the step.
-
-    Attributes:
-        modules: this rank's stages.
-        parts: further objects with a state, by name.
-    """
+    """The state of a rank: parameters, buffers, gradients, random generators, ``parts`` and the number of the step."""
 
     modules: Modules
     parts: Mapping[str, Stateful]
@@ -71,13 +64,8 @@ class JobState:
     def hand_over(self, group: dist.ProcessGroup, joining: Collection[int], step: int | None) -> int | None:
         """Send the state to the new processes of ``group``, from its first other rank; receive it on those.
 
-        Args:
-            group: the ranks with this state, or to be with it; all of them call this.
-            joining: ranks without it.
-            step: of this rank.
-
-        Returns:
-            The step of the rank that sends.
+        All ranks of ``group`` call this; those ``joining`` are without the state. Returns the step of the one that
+        sends.
 
         Raises:
             SurviveError: the modules of a new process are others.

@@ -5,10 +5,10 @@ Parameters are not kept: only the optimizer changes them, between two runs.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from attrs import field, frozen
 
 from pipegrid.gradients.dtensors import local_of
 from pipegrid.gradients.layout import TieMark
@@ -22,48 +22,8 @@ from pipegrid.survive.errors import SurviveError
 _PLACES = ("grad", "main_grad")
 
 
-@frozen(eq=False)
-class _KeptTensor:
-    """A gradient of a parameter or a buffer of a module: the attribute ``place`` of ``holder``.
-
-    Attributes:
-        tensor: that is in it, or None.
-        value: a copy of what the tensor held.
-    """
-
-    holder: torch.nn.Parameter | torch.nn.Module
-    place: str
-    tensor: torch.Tensor | None
-    value: torch.Tensor | None
-
-    @classmethod
-    def of(cls, holder: Any, place: str, into: torch.Tensor | None = None) -> _KeptTensor:
-        tensor: torch.Tensor | None = getattr(holder, place)
-        return cls(holder, place, tensor, _copy(tensor, into))
-
-    def restore(self) -> None:
-        if self.tensor is not None and self.value is not None:
-            local_of(self.tensor).copy_(self.value)
-        setattr(self.holder, self.place, self.tensor)
-
-
-@frozen
-class _Seen:
-    """The attribute ``place`` of a parameter, by the identity of its tensor and the number of writes to that.
-
-    Those through ``.data`` are not counted.
-    """
-
-    parameter: torch.nn.Parameter = field(eq=id)
-    place: str
-    tensor: torch.Tensor | None = field(eq=id)
-    writes: int
-
-    @classmethod
-    def of(cls, parameter: torch.nn.Parameter, place: str) -> _Seen:
-        tensor: torch.Tensor | None = getattr(parameter, place, None)
-        writes = 0 if tensor is None else local_of(tensor)._version  # noqa: SLF001 -- the documented way to ask for writes
-        return cls(parameter, place, tensor, writes)
+_Kept = tuple[torch.nn.Parameter | torch.nn.Module, str, torch.Tensor | None, torch.Tensor | None]
+"""A gradient of a parameter or a buffer of a module: where it is, the tensor there, and a copy of what that held."""
 
 
 class KeptState:
@@ -83,9 +43,9 @@ class KeptState:
 
     def __init__(self, modules: Modules) -> None:
         self._modules = modules
-        self._gradients: list[_KeptTensor] = []
-        self._seen: list[_Seen] = []
-        self._buffers: list[_KeptTensor] = []  # in every run: torch's count of writes leaves out those of a batch norm
+        self._gradients: list[_Kept] = []
+        self._seen: list[tuple[torch.nn.Parameter, str, torch.Tensor | None, int]] = []
+        self._buffers: list[_Kept] = []  # in every run: torch's count of writes leaves out those of a batch norm
         self._sums: list[tuple[TieMark, bool]] = []
         self._scales: list[tuple[LossScaler, LossScale, int]] = []
         self._states: States = {}
@@ -95,19 +55,18 @@ class KeptState:
         """Keep the state as it is now; without ``gradients``, `restore` leaves those alone: see `require_unwritten`."""
         parameters = [parameter for _, parameter in parameters_of(self._modules)]
         held = [(parameter, place) for parameter in parameters for place in _PLACES if hasattr(parameter, place)]
-        self._gradients = [_KeptTensor.of(*each) for each in held] if gradients else []
-        self._seen = [] if gradients else [_Seen.of(*each) for each in held]
+        self._gradients = [_kept(*each) for each in held] if gradients else []
+        self._seen = [] if gradients else [(*each, *_writes(*each)) for each in held]
         marks: list[Any] = [getattr(parameter, "tied", None) for parameter in parameters]
         self._sums = [(mark, mark.summed) for mark in marks if isinstance(mark, TieMark)]
         configs = [getattr(config_owner(stage), "config", None) for _, stage in named_modules(self._modules)]
         scalers = {id(scaler): scaler for scaler in (option(config, "grad_scale_func") for config in configs)}
         self._scales = [(one, one.state, one.skipped) for one in scalers.values() if isinstance(one, LossScaler)]
-        values = {id(kept.tensor): kept.value for kept in self._buffers}
+        values = {id(tensor): value for _, _, tensor, value in self._buffers}
         self._buffers = [
-            _KeptTensor.of(module, name, values.get(id(buffer)))
+            _kept(module, name, values.get(id(buffer)))
             for _, stage in named_modules(self._modules)
-            for module in stage.modules()
-            for name, buffer in module._buffers.items()  # noqa: SLF001 -- torch has no list with entries that are None
+            for module, name, buffer in _buffers_of(stage)
         ]
         self._states = capture()
 
@@ -117,19 +76,22 @@ class KeptState:
         Raises:
             SurviveError: the function of ``key`` has written one, or put another tensor in its place.
         """
-        for seen in self._seen:
-            if seen != _Seen.of(seen.parameter, seen.place):
+        for parameter, place, tensor, writes in self._seen:
+            found, count = _writes(parameter, place)
+            if found is not tensor or count != writes:
                 raise SurviveError(
                     f"the function of {key!r} has changed the gradient of a parameter of shape "
-                    f"{tuple(seen.parameter.shape)} with keep_gradients=False, so it could not run again: leave that "
+                    f"{tuple(parameter.shape)} with keep_gradients=False, so it could not run again: leave that "
                     "out, or change gradients after it"
                 )
 
     @torch.no_grad()
     def restore(self) -> None:
         """Restore what the last `keep` kept."""
-        for kept in (*self._gradients, *self._buffers):
-            kept.restore()
+        for holder, place, tensor, value in (*self._gradients, *self._buffers):
+            if tensor is not None and value is not None:
+                local_of(tensor).copy_(value)
+            setattr(holder, place, tensor)
         for mark, summed in self._sums:
             mark.summed = summed
         for scaler, state, skipped in self._scales:
@@ -141,11 +103,24 @@ class KeptState:
         self._gradients.clear()
 
 
-def _copy(tensor: torch.Tensor | None, into: torch.Tensor | None) -> torch.Tensor | None:
-    """A copy of ``tensor``, in the memory of the copy before where that fits."""
+def _kept(holder: Any, place: str, into: torch.Tensor | None = None) -> _Kept:
+    """What is in ``place``, with its copy in the memory of the copy before where that fits."""
+    tensor: torch.Tensor | None = getattr(holder, place)
     if tensor is None:
-        return None
+        return holder, place, None, None
     held = local_of(tensor.detach())
     if into is None or (into.shape, into.dtype, into.device) != (held.shape, held.dtype, held.device):
-        return held.clone()
-    return into.copy_(held)
+        return holder, place, tensor, held.clone()
+    return holder, place, tensor, into.copy_(held)
+
+
+def _writes(parameter: torch.nn.Parameter, place: str) -> tuple[torch.Tensor | None, int]:
+    """The tensor there, and the number of writes to it; those through ``.data`` are not counted."""
+    tensor: torch.Tensor | None = getattr(parameter, place, None)
+    return tensor, 0 if tensor is None else local_of(tensor)._version  # noqa: SLF001 -- the documented way to ask
+
+
+def _buffers_of(stage: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str, torch.Tensor | None]]:
+    for module in stage.modules():
+        for name, buffer in module._buffers.items():  # noqa: SLF001 -- torch has no list with entries that are None
+            yield module, name, buffer

@@ -13,8 +13,6 @@ from pipegrid.plans.plan import Actor
 from pipegrid.topology import HyperCommGrid
 from pipegrid.topology.grid import Dims
 
-_POSITION, _REPLICA = "pp", "dp"
-
 Grids: TypeAlias = HyperCommGrid | Mapping[str, HyperCommGrid]
 """One grid of all positions, or one per module."""
 
@@ -54,13 +52,11 @@ class Living:
     @cached_property
     def actors(self) -> dict[int, Actor]:
         """The actor of each rank of the job."""
-        found: dict[int, Actor] = {}
-        for grid in grids_of(self.grid):
-            for rank in grid.ranks:
-                at = grid.coords(rank)
-                position = at.get(_POSITION, 0) if self.positions_of is None else self.positions_of[rank]
-                found[rank] = Actor(position, at.get(_REPLICA, 0))
-        return found
+        places = {rank: grid.coords(rank) for grid in grids_of(self.grid) for rank in grid.ranks}
+        positions = self.positions_of
+        if positions is None:
+            positions = {rank: at.get("pp", 0) for rank, at in places.items()}
+        return {rank: Actor(positions[rank], at.get("dp", 0)) for rank, at in places.items()}
 
     def actor(self, rank: int) -> Actor:
         """The actor that ``rank`` is of."""

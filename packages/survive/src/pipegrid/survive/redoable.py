@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from typing import Any
 
-import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -86,12 +86,11 @@ def _of_groups(stage: nn.Module, module: str, peers: set[int]) -> Iterator[str]:
 
 def _shared_out(parameter: Any, peers: set[int]) -> bool:
     """Whether a dim of the DTensor's mesh that it is sharded over has ranks of several replicas."""
-    mesh = parameter.device_mesh
-    for dim, placement in enumerate(parameter.placements):
-        ranks = set(torch.distributed.get_process_group_ranks(mesh.get_group(dim)))
-        if not placement.is_replicate() and len(ranks & peers) > 1:
-            return True
-    return False
+    groups = [parameter.device_mesh.get_group(dim) for dim in range(parameter.device_mesh.ndim)]
+    return any(
+        not placement.is_replicate() and len(peers.intersection(dist.get_process_group_ranks(group))) > 1
+        for placement, group in zip(parameter.placements, groups, strict=True)
+    )
 
 
 def _of_hooks(stage: nn.Module, module: str, allow: set[str]) -> Iterator[str]:

@@ -2,31 +2,105 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from datetime import timedelta
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Generic, Self, TypeVar
+from typing import Generic, Protocol, Self, TypeVar, runtime_checkable
+
+import torch.distributed as dist
+from attrs import frozen
 
 from pipegrid.core.fields import Name, checked
+from pipegrid.gradients.main_grad import Modules
 from pipegrid.monitor import JobFailedError
-from pipegrid.monitor.epochs import Epochs
+from pipegrid.monitor.epochs import Epoch, Epochs, EpochStore, Verdict
 from pipegrid.survive.connections import require_no_watchdog
 from pipegrid.survive.device import DeviceEnd
 from pipegrid.survive.errors import RankRetiredError, SurviveError
-from pipegrid.survive.events import Survived, print_once
 from pipegrid.survive.handover import JobState, Stateful
 from pipegrid.survive.kept import KeptState
 from pipegrid.survive.neighbours import Neighbours
 from pipegrid.survive.redoable import require_redoable
-from pipegrid.survive.worlds import ConfiguringWorld, OpenWorld, World
 from pipegrid.topology.bounded_calls import giving_up
 from pipegrid.topology.world import require_default_group
 
-if TYPE_CHECKING:
-    from pipegrid.gradients.main_grad import Modules
-    from pipegrid.monitor.epochs import Epoch, EpochStore
+
+class World(Protocol):
+    """The means of communication in one epoch: groups, a communicator, a plan.
+
+    Examples:
+        >>> from types import SimpleNamespace
+        >>> world: World = SimpleNamespace(abort=print, close=lambda: None)
+        >>> world.abort("rank 1 died")
+        rank 1 died
+    """
+
+    def abort(self, cause: str) -> None:
+        """End all connections, so that no rank waits for this one, nor this one for others. From any thread, or twice.
+
+        ``cause`` is for the errors of those that wait.
+        """
+
+    def close(self) -> None:
+        """Free everything: together with the other ranks, or alone after `abort`."""
+
+
+@runtime_checkable
+class ConfiguringWorld(World, Protocol):
+    """A world with groups that modules find in their ``config``, such as those of tied parameters."""
+
+    def configure(self, modules: Modules) -> None:
+        """Set the configs of ``modules``, until `close`. Called once, before the first function of the epoch."""
+
+
+@runtime_checkable
+class OpenWorld(World, Protocol):
+    """A world that new processes may join."""
+
+    @property
+    def peers(self) -> dist.ProcessGroup:
+        """The ranks with the same state, this one among them: from one of them a new process gets it."""
+
+
+@frozen
+class Survived:
+    """A death that the job has survived, or new processes that have joined.
+
+    Attributes:
+        key: of the function that was running here.
+        verdict: the vote result: who is dead and why, who has joined, the epoch since then, and whether the function
+            was done by all that live.
+        seconds: from the first sign of it on this rank until the ranks have agreed.
+
+    Examples:
+        >>> from pipegrid.monitor import Epoch, Verdict
+        >>> Survived("step 7", Verdict(Epoch(1, (0, 2)), {1: "no heartbeat"}, (), 7), seconds=0.4).verdict.dead
+        {1: 'no heartbeat'}
+    """
+
+    key: str
+    verdict: Verdict
+    seconds: float
+
+    def __str__(self) -> str:
+        """One line, for a log."""
+        epoch, dead = self.verdict.epoch, self.verdict.dead
+        lost = [f"rank {rank} is dead ({why})" for rank, why in sorted(dead.items())]
+        came = [f"a new process of rank {rank} has come" for rank in self.verdict.joined]
+        done = "was done by all others" if self.verdict.committed else "is done again"
+        return (
+            f"epoch {epoch.number}: {'; '.join(lost + came)}; {self.key} {done}, {len(epoch.members)} ranks go on, "
+            f"{self.seconds:.2f} s after this rank noticed"
+        )
+
+
+def print_once(event: Survived) -> None:
+    """Print a line to stderr, on the lowest living rank."""
+    if require_default_group()[0] == event.verdict.epoch.members[0]:
+        print(event, file=sys.stderr, flush=True)  # noqa: T201 -- the line that a person looks for
 
 
 W = TypeVar("W", bound=World)
@@ -34,7 +108,7 @@ T = TypeVar("T")
 
 
 def _of_state(epoch: Epoch) -> str:
-    """The key under which the new processes of an epoch get the state."""
+    """The key of a hand-over."""
     return f"the state in epoch {epoch.number}"
 
 
@@ -136,7 +210,6 @@ class Survivors(Generic[W]):
             self._take_place()
         except BaseException as error:
             self._end(f"{type(error).__name__}: {error}")
-            self._leave_ring()
             self._close()
             raise
         return self
@@ -222,12 +295,8 @@ class Survivors(Generic[W]):
             epoch = self.epochs.current
             world = self._build(epoch)
             try:
-                self._ring = Neighbours(
-                    partial(self._lost, epoch),
-                    members=epoch.members,
-                    name=f"epoch {epoch.number}",
-                    timeout=self._timeout,
-                )
+                lost, name = partial(self._lost, epoch), f"epoch {epoch.number}"
+                self._ring = Neighbours(lost, members=epoch.members, name=name, timeout=self._timeout)
                 if isinstance(world, ConfiguringWorld):
                     world.configure(self._modules)
             except BaseException:
@@ -240,7 +309,6 @@ class Survivors(Generic[W]):
         return self._world
 
     def _hand_over(self, world: W) -> None:
-        """Give the state of the job to new processes, or get it; return when all of them have it."""
         epoch = self.epochs.current
         if self._state is not None:
             if not isinstance(world, OpenWorld):
@@ -255,10 +323,7 @@ class Survivors(Generic[W]):
         """Say that this rank has done ``key``, its device too; whether all others have.
 
         A kernel that waits for a dead rank ends by the abort of its group, as if it had what it waited for; so where
-        this rank knows of a death by now, it has not done it.
-
-        Raises:
-            RuntimeError: the epoch ends; or the device does not.
+        this rank knows of a death by now, it has not done it: a RuntimeError.
         """
         self._device.wait(key, self._why_not_wait, first=not self._watching)
         self.epochs.check(key)
@@ -295,17 +360,15 @@ class Survivors(Generic[W]):
             self.epochs.give_up(f"no rank has died, but {why}")
             raise error or JobFailedError(f"{why} on another rank, and no rank has died")
         if self.epochs.rank in verdict.retired:
-            raise RankRetiredError(
-                f"rank {self.epochs.rank} retires: it computes only together with one of the dead ranks "
-                f"{sorted(verdict.dead)}"
-            )
+            peers = f"one of the dead ranks {sorted(verdict.dead)}"
+            raise RankRetiredError(f"rank {self.epochs.rank} retires: it computes only together with {peers}")
         event = Survived(key, verdict, time.monotonic() - began)
         self.events.append(event)
         self._on_event(event)
         return verdict.committed and not handing
 
     def _alarmed(self, cause: str) -> None:
-        """Abort the world, in a thread, since this rank may wait for others that never arrive."""
+        """Abort the world, in a thread: this rank may wait for others that never arrive."""
         world = self._world
         try:
             self.epochs.check("")
@@ -314,7 +377,6 @@ class Survivors(Generic[W]):
                 world.abort(cause)
 
     def _end(self, cause: str | None = None) -> None:
-        """Free the world; with a ``cause``, end what others wait for first."""
         world, self._world = self._world, None
         if world is not None:
             if cause is not None:
@@ -322,6 +384,7 @@ class Survivors(Generic[W]):
             world.close()
 
     def _close(self) -> None:
+        self._leave_ring()
         self.epochs.close()
         self._device.close()
 
@@ -340,5 +403,4 @@ class Survivors(Generic[W]):
             if not isinstance(error, RankRetiredError):
                 self.epochs.give_up(said)
             self._end(said)
-        self._leave_ring()
         self._close()

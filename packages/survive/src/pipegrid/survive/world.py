@@ -3,41 +3,44 @@
 from __future__ import annotations
 
 import os
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
 from datetime import timedelta
-from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, Final, Literal
+from functools import cached_property
+from typing import Any, Final, Literal
 
 import torch.distributed as dist
 from attrs import define, field, frozen
 
+from pipegrid.bridges import MultiModulePipelineCommunicator
 from pipegrid.checkpoint import Checkpoints
 from pipegrid.core.fields import shown
 from pipegrid.gradients.loss_scaler import LossScaler
 from pipegrid.gradients.main_grad import Modules, named_modules
-from pipegrid.gradients.reduction import ties_among
+from pipegrid.gradients.reduction import TiedParameters, ties_among
+from pipegrid.monitor.epochs import Epoch
 from pipegrid.plans.generators.routed import routed
-from pipegrid.schedules import Actor, Plan, Proof, Routes, UnitTimes, lower, measured_speeds, reroute, verify
+from pipegrid.plans.plan import module_places
+from pipegrid.reshard import positions_of
+from pipegrid.reshard.errors import BridgeError
+from pipegrid.schedules import Actor, Plan, Proof, Routes, SlowRank, UnitTimes, lower, measured_speeds, reroute, verify
 from pipegrid.schedules.megatron.config import config_owner, option, with_options
 from pipegrid.survive.connections import end_connections
 from pipegrid.survive.errors import SurviveError
 from pipegrid.survive.living import Grids, Living, grids_of
-from pipegrid.survive.pipelines import connect_chain, connect_modules, module_positions
 from pipegrid.topology import (
     GroupSpec,
+    HyperCommGrid,
     ProcessGroupCollection,
     create_groups,
     destroy_groups,
     discard_groups,
 )
 from pipegrid.topology.torch_compat import set_timeout
+from pipegrid.transport import Direction, Edge, P2PCommunicator
+from pipegrid.transport.communicator import LaneCommunicator
 
-if TYPE_CHECKING:
-    from pipegrid.monitor.epochs import Epoch
-    from pipegrid.schedules import SlowRank
-    from pipegrid.transport.communicator import LaneCommunicator
-
-_OF_A_SAVE: Final = timedelta(minutes=10)
+_SAVE_TIMEOUT: Final = timedelta(minutes=10)
 _MEASURED: Final = 10  # steps
 # Of a collection's groups those that a step uses; a name is that of the dims of a module's grid.
 _GROUPS = ("tp", "cp", "dp", "dp_cp", "tp_cp", "tp_dp_cp")
@@ -68,12 +71,11 @@ class PipelineWorld:
     groups: ProcessGroupCollection | Mapping[str, ProcessGroupCollection]
     job_group: dist.ProcessGroup
     communicator: LaneCommunicator
-    _checkpoints: Checkpoints | None = field(alias="checkpoints")
-    _schedule: Callable[[Routes], Plan] = field(alias="schedule")
-    _by_speed: Callable[[Mapping[Actor, float]], Routes] = field(alias="by_speed")
-    _times: UnitTimes | None = field(alias="times")
-    _made: list[dist.ProcessGroup] = field(alias="made")
-    _timeout: timedelta = field(alias="timeout")
+    _job: PipelineJob
+    _home: Routes  # of ranks that are equally fast
+    _checkpoints: Checkpoints | None
+    _times: UnitTimes | None
+    _made: list[dist.ProcessGroup]
     _before: list[tuple[Any, str, Any]] = field(factory=list, init=False)  # attributes that `configure` has set
     _aborted: bool = field(default=False, init=False)
     _steps: int = field(default=0, init=False)
@@ -82,13 +84,12 @@ class PipelineWorld:
     def peers(self) -> dist.ProcessGroup:
         """The ranks of this one's place in all replicas, which hold the same state."""
         groups: Any = next(iter(self.groups.values())) if isinstance(self.groups, Mapping) else self.groups
-        group: dist.ProcessGroup = groups.dp
-        return group
+        return groups.dp  # type: ignore[no-any-return]
 
     @cached_property
     def proof(self) -> Proof:
         """The plan of a step, with its messages, proved: for a `PipelineRuntime`. Step functions make their own."""
-        return verify(lower(self._schedule(self.routes)))
+        return verify(lower(self._job.schedule(self._job.plan, self.routes)))
 
     @property
     def plan(self) -> Plan:
@@ -119,7 +120,7 @@ class PipelineWorld:
         if self._steps % _MEASURED:
             return ()
         slow = self._times.slow(self.job_group)
-        routes = self._by_speed(measured_speeds(slow))
+        routes = _by_speed(self._home, self._job.plan, measured_speeds(slow))
         if routes != self.routes:
             self.routes = routes
             self.__dict__.pop("proof", None)
@@ -132,20 +133,19 @@ class PipelineWorld:
         """
         owners = dict.fromkeys(owner for _, module in named_modules(modules) if (owner := config_owner(module)))
         ties = {tie.name: tie for owner in owners for tie in option(owner.config, "tied_parameters")}
-        label = f"epoch {self.epoch}"
-        living = ties_among(ties.values(), self.living.ranks, label=label, timeout=self._timeout) if ties else ()
+        living: Collection[TiedParameters] = ()
+        if ties:
+            label, timeout = f"epoch {self.epoch}", timedelta(seconds=self._job.timeout)
+            living = ties_among(ties.values(), self.living.ranks, label=label, timeout=timeout)
         self._made += [tie.group for tie in living if tie.group is not None]
         for owner in owners:
             here = {tie.name for tie in option(owner.config, "tied_parameters")}
             scaler = option(owner.config, "grad_scale_func")
             if isinstance(scaler, LossScaler):
                 self._set(scaler, "job_group", self.job_group)
-            changed = with_options(
-                owner.config,
-                job_group=self.job_group,
-                tied_parameters=tuple([tie for tie in living if tie.name in here]),
-                hooks=(*option(owner.config, "hooks"), *(() if self._times is None else (self._times,))),
-            )
+            hooks = (*option(owner.config, "hooks"), *(() if self._times is None else (self._times,)))
+            tied = tuple([tie for tie in living if tie.name in here])
+            changed = with_options(owner.config, job_group=self.job_group, tied_parameters=tied, hooks=hooks)
             self._set(owner, "config", changed)
 
     def _set(self, holder: Any, name: str, value: Any) -> None:
@@ -214,9 +214,7 @@ class PipelineJob:
         if not (self.speeds in (None, "measured") or isinstance(self.speeds, Mapping)):
             raise SurviveError(f"speeds is {shown(self.speeds)}; give speeds by actor, or 'measured'")
         if self.options and not isinstance(self.grid, Mapping):
-            raise SurviveError(
-                f"options {list(self.options)} are those of bridges; give PipelineJob one grid per module"
-            )
+            raise SurviveError(f"options {list(self.options)} are those of bridges: give PipelineJob a grid per module")
 
     def _living(self, members: Collection[int]) -> Living:
         positions = module_positions(self.plan, self.grid) if isinstance(self.grid, Mapping) else None
@@ -234,13 +232,15 @@ class PipelineJob:
             self.grid.create_places("pp")
         routes = self.routes or Routes.identity(living.replicas, self.plan.num_microbatches)
         routes = reroute(routes, living.dead, plan=self.plan) if living.dead else routes
-        by_speed = partial(_by_speed, routes, self.plan)
+        speeds = self.speeds if isinstance(self.speeds, Mapping) else {}
+        job = GroupSpec(living.ranks, f"job of epoch {epoch.number}")
         specs = self._specs(living, rank, epoch.number)
-        made = create_groups({*specs.values()}, timeout=timedelta(seconds=self.timeout))
-        job_group = made[specs["", "job"]]
+        every = {job, *[spec for own in specs.values() for spec in own.values()]}
+        made = create_groups(every, timeout=timedelta(seconds=self.timeout))
+        job_group = made[job]
         try:
             checkpoints = self._open(job_group)
-            communicator = self._connect(living, rank)
+            communicator = _connect(self, living, rank)
         except BaseException:
             end_connections(made.values(), "the communicator was not made")
             discard_groups(made.values())
@@ -249,16 +249,15 @@ class PipelineJob:
             epoch=epoch.number,
             living=living,
             actor=living.actor(rank),
-            routes=by_speed(self.speeds) if isinstance(self.speeds, Mapping) else routes,
+            routes=_by_speed(routes, self.plan, speeds),
             groups=self._groups(specs, made),
             job_group=job_group,
             communicator=communicator,
             checkpoints=checkpoints,
-            schedule=partial(self.schedule, self.plan),
-            by_speed=by_speed,
+            job=self,
+            home=routes,
             times=UnitTimes(living.actor(rank), steps=_MEASURED) if self.speeds == "measured" else None,
             made=list(made.values()),
-            timeout=timedelta(seconds=self.timeout),
         )
 
     def retire(self, dead: frozenset[int]) -> tuple[int, ...]:
@@ -272,35 +271,104 @@ class PipelineJob:
             return None
         made = Checkpoints(self.checkpoints, group=job_group, timeout=timedelta(seconds=self.timeout))
         for group in made.groups():  # of a save, the end of the slowest; a death ends the wait for it
-            set_timeout(group, _OF_A_SAVE)
+            set_timeout(group, _SAVE_TIMEOUT)
         return made
 
-    def _specs(self, living: Living, rank: int, epoch: int) -> dict[tuple[str, str], GroupSpec]:
+    def _specs(self, living: Living, rank: int, epoch: int) -> dict[str, dict[str, GroupSpec]]:
         """The groups of this rank by module and name; those of one grid have no module."""
-        found = {("", "job"): GroupSpec(living.ranks, f"job of epoch {epoch}")}
+        found: dict[str, dict[str, GroupSpec]] = defaultdict(dict)
         grids = self.grid if isinstance(self.grid, Mapping) else {"": self.grid}
         for module, grid in grids.items():
             for name in _GROUPS if rank in grid.ranks else ():
                 dims = [dim for dim in name.split("_") if dim in grid.dim_names]
                 if dims:
                     label = f"{module and f'{module} '}{'+'.join(dims)} of epoch {epoch}"
-                    found[module, name] = GroupSpec(living.group(dims, rank, module), label)
+                    found[module][name] = GroupSpec(living.group(dims, rank, module), label)
         return found
 
     def _groups(
-        self, specs: Mapping[tuple[str, str], GroupSpec], made: Mapping[GroupSpec, Any]
+        self, specs: Mapping[str, Mapping[str, GroupSpec]], made: Mapping[GroupSpec, Any]
     ) -> ProcessGroupCollection | Mapping[str, ProcessGroupCollection]:
-        by_module: dict[str, dict[str, Any]] = {}
-        for (module, name), spec in specs.items():
-            if name != "job":
-                by_module.setdefault(module, {})[name] = made[spec]
+        by_module = {module: {name: made[spec] for name, spec in own.items()} for module, own in specs.items()}
         if not isinstance(self.grid, Mapping):
             pipeline = self.grid.get_pg("pp")  # also with dead ranks, for their places
             return ProcessGroupCollection(**by_module[""], pp=pipeline, grid=self.grid)
         grids = self.grid
         return {name: ProcessGroupCollection(**groups, grid=grids[name]) for name, groups in by_module.items()}
 
-    def _connect(self, living: Living, rank: int) -> LaneCommunicator:
-        if isinstance(self.grid, Mapping):
-            return connect_modules(self.grid, self.plan, living, rank, self.config, self.options)
-        return connect_chain(self.grid, self.plan, living, rank, self.config)
+
+def module_positions(plan: Plan, grids: Mapping[str, HyperCommGrid]) -> dict[int, int]:
+    """The position of each rank, where each module of ``plan`` has a grid of its own.
+
+    Raises:
+        SurviveError: the grids are not those of the plan's modules, put stages on other positions than the plan, have
+            other numbers of replicas, or a rank in two replicas.
+    """
+    graph = plan.graph
+    if set(grids) != set(graph.order):
+        raise SurviveError(f"the grids are those of modules {sorted(grids)}; the plan has {sorted(graph.order)}")
+    sizes = {name: dict(zip(grid.dim_names, grid.shape, strict=True)).get("dp", 1) for name, grid in grids.items()}
+    if len({*sizes.values()}) > 1:
+        raise SurviveError(
+            f"the modules have dp {sizes}; units of a dead rank go to its position in another replica, so each module "
+            "has as many replicas"
+        )
+    places = {name: module_places(graph, plan.placement, name) for name in grids}
+    try:
+        found = positions_of(graph, grids, places)
+    except BridgeError as error:
+        raise SurviveError(f"the grids do not fit the plan: {error}") from error
+    if found.placement != plan.placement:
+        raise SurviveError(
+            f"the plan has the stages on positions {plan.placement}, and the grids put them on {found.placement}: give "
+            "schedule_for(graph, ..., placement=...) that of the grids"
+        )
+    replica: dict[int, tuple[int, str]] = {}
+    for name, grid in grids.items():
+        for rank in grid.ranks:
+            here = grid.coords(rank).get("dp", 0)
+            known, other = replica.setdefault(rank, (here, name))
+            if known != here:
+                raise SurviveError(f"rank {rank} is in replica {known} of {other!r} and in replica {here} of {name!r}")
+    return {rank: position for position, ranks in enumerate(found.ranks) for rank in ranks}
+
+
+def _connect(job: PipelineJob, living: Living, rank: int) -> LaneCommunicator:
+    """The communicator of one replica, without lanes to the dead; what leads to other replicas opens for a plan."""
+    grid, plan, graph = job.grid, job.plan, job.plan.graph
+    traffic = living_traffic(plan, living, rank)
+    if isinstance(grid, Mapping):
+        return MultiModulePipelineCommunicator(
+            grid,
+            {name: [other for source, other in graph.edges if source == name] for name in grid},
+            job.config,
+            stage_placement={name: module_places(graph, plan.placement, name) for name in grid},
+            traffic=traffic,
+            replicas=True,
+            **job.options,
+        )
+    at, positions = grid.coords(rank), range(plan.num_positions)
+    places = tuple([held[0] for held in plan.placement])
+    return P2PCommunicator(
+        grid.get_pg("pp"),
+        job.config,
+        placement=None if all(place == stage % len(positions) for stage, place in enumerate(places)) else places,
+        traffic=traffic,
+        replicas=[
+            [grid.rank_at(**{**at, "pp": position, "dp": replica}) for position in positions]
+            for replica in range(grid.dim_size("dp"))
+        ],
+        graph=graph if len(graph.order) > 1 else None,
+    )
+
+
+def living_traffic(plan: Plan, living: Living, rank: int) -> list[tuple[Edge, Direction]]:
+    """The edges of ``plan`` between living actors of the replica of ``rank``, in both directions."""
+    replica, dead = living.actor(rank).replica, set(living.dead)
+    here = {
+        stage
+        for stage, positions in enumerate(plan.placement)
+        if all(Actor(position, replica) not in dead for position in positions)
+    }
+    edges = [edge for edge in plan.graph.stage_edges if {edge.source, edge.destination} <= here]
+    return [(edge, direction) for edge in edges for direction in Direction]

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
         forward_backward_with_schedule,
         get_forward_backward_func,
     )
-    from pipegrid.schedules.megatron.units.agreement import agree_on_routes
+    from pipegrid.schedules.megatron.units.routes import agree_on_routes
 
 __all__ = [
     "PipelineConfig",

@@ -23,22 +23,18 @@ from pipegrid.plans.plan import Action, ActionKind
 from pipegrid.schedules.errors import StageOutputError
 from pipegrid.schedules.megatron.config import AuxLossScaler, option
 from pipegrid.schedules.runtime import flatten
+from pipegrid.schedules.runtime.stages.stage import graph_nodes
 
 _BACKWARDS = (ActionKind.B, ActionKind.I, ActionKind.W)
-_WATCHED = 2
-"""Forwards of a stage: a gradient that does not depend on the one that arrives is the same in both."""
+_WATCHED = 2  # forwards of a stage: a gradient that does not depend on the one that arrives is the same in both
 
 
 @define(eq=False)
 class AuxLossScales:
     """A hook of the runtime that sets the scales before each backward: microbatches, and stages of a rank, may differ.
 
-    Attributes:
-        scalers: of the call.
-        scale_of: what the step multiplies a mean loss of a microbatch by, by stage; the second argument as
-            `AuxLossScaler.of_cp_share`.
-        config: of the call.
-        one: a mean loss, as a scalar on the device of the stages.
+    ``scale_of``: by stage, what the step multiplies a mean loss of a microbatch by (`MegatronStage.scale_of_mean`).
+    ``one``: a mean loss, as a scalar on the device of the stages.
     """
 
     scalers: Sequence[AuxLossScaler]
@@ -48,7 +44,7 @@ class AuxLossScales:
     _scales: dict[tuple[str | None, float], torch.Tensor] = field(factory=dict, init=False)
 
     def before(self, action: Action) -> None:
-        """Set the scales of the microbatch whose backward, or half of it, follows."""
+        """Set the scales of the microbatch whose backward follows."""
         if action.kind not in _BACKWARDS:
             return
         assert action.microbatch is not None  # of every compute
@@ -65,10 +61,9 @@ class AuxLossScales:
 
 def one_like(models: Any) -> torch.Tensor:
     """A scalar of one on the device of ``models``, in float64 where these are."""
-    wide = any(
-        parameter.dtype == torch.float64 for _, model in named_modules(models) for parameter in model.parameters()
-    )
-    return torch.ones((), dtype=torch.float64 if wide else torch.float32, device=device_of(models, None))
+    dtypes = {parameter.dtype for _, model in named_modules(models) for parameter in model.parameters()}
+    dtype = torch.float64 if torch.float64 in dtypes else torch.float32
+    return torch.ones((), dtype=dtype, device=device_of(models, None))
 
 
 def grad_scale(config: Any, one: torch.Tensor, name: str | None = None) -> torch.Tensor:
@@ -85,11 +80,7 @@ class AttachedLosses:
 
     Such a function passes the gradient of its output on to one input, and gives another one a constant. One whose
     constant is a scale of its class is known at once; another, when the constant is the same for a second gradient.
-
-    Attributes:
-        stage: global number.
-        names: of the classes that attach losses.
-        left: forwards that are still to be watched.
+    ``names``: of the classes that attach losses; ``left``: forwards that are still to be watched.
     """
 
     stage: int
@@ -106,17 +97,16 @@ class AttachedLosses:
     ) -> None:
         """Look, in its backward, at the functions that have made ``payloads``: one of the forwards that are ``left``.
 
-        Args:
-            payloads: the outputs of the stage, and its loss.
-            microbatch: their number.
-            handled: the classes whose scale is set.
-            expected: what an attached loss may be scaled by.
+        ``handled``: the classes whose scale is set; ``expected``: what an attached loss may be scaled by.
         """
         self.left -= 1
         outputs: list[torch.Tensor | None] = []
         for payload in payloads:
             outputs += [payload] if isinstance(payload, torch.Tensor | None) else flatten(payload)
-        for node in _functions(outputs):
+        nodes = graph_nodes(each.grad_fn for each in outputs if each is not None and each.grad_fn is not None)
+        for node in nodes:
+            if not isinstance(node, BackwardCFunction):
+                continue
             function: type = type(node)._forward_cls  # noqa: SLF001 (has no public name)
             if function in handled:
                 self.names[function.__name__] = None
@@ -143,30 +133,16 @@ class AttachedLosses:
             self._constants[function] = None  # it depends on what arrives
         elif constant in _scales_of(function) or (before is not None and before[1] != norm):
             self.names[function.__name__] = None
-            self._require(function, constant, microbatch, expected())
-
-    def _require(self, function: type, constant: float, microbatch: int, expected: tuple[float, ...]) -> None:
-        if any(math.isclose(constant, each, rel_tol=1e-2) for each in expected):  # in the dtype of the loss
-            return
-        raise StageOutputError(
-            f"the autograd function {function.__name__} of stage {self.stage} attaches a loss with the gradient "
-            f"{constant:g}, and the step scales the mean loss of microbatch {microbatch} by {expected[0]:g}. Give "
-            f"PipelineConfig(aux_loss_scalers=[...]) the class, if it has set_loss_scale, or a function that sets its "
-            "scale; or return WithLoss(output, loss). Where the loss is scaled before it is attached: "
-            "aux_loss_scalers=None"
-        )
-
-
-def _functions(outputs: Iterable[torch.Tensor | None]) -> list[Any]:
-    """The nodes of Python functions in the graph of ``outputs``."""
-    left = [each.grad_fn for each in outputs if each is not None and each.grad_fn is not None]
-    seen = dict.fromkeys(left)
-    while left:
-        for node, _ in left.pop().next_functions:
-            if node is not None and node not in seen:
-                seen[node] = None
-                left.append(node)
-    return [node for node in seen if isinstance(node, BackwardCFunction)]
+            scales = expected()
+            if any(math.isclose(constant, each, rel_tol=1e-2) for each in scales):  # in the dtype of the loss
+                return
+            raise StageOutputError(
+                f"the autograd function {function.__name__} of stage {self.stage} attaches a loss with the gradient "
+                f"{constant:g}, and the step scales the mean loss of microbatch {microbatch} by {scales[0]:g}. Give "
+                "PipelineConfig(aux_loss_scalers=[...]) the class, if it has set_loss_scale, or a function that sets "
+                "its scale; or return WithLoss(output, loss). Where the loss is scaled before it is attached: "
+                "aux_loss_scalers=None"
+            )
 
 
 def _constant(to_inputs: Sequence[torch.Tensor | None], arrived: Sequence[torch.Tensor | None]) -> float | None:
@@ -189,8 +165,5 @@ def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
 def _scales_of(function: type) -> list[float]:
     """The numbers that a class has under names with ``scale``."""
     values = [getattr(function, name, None) for name in dir(function) if "scale" in name.lower()]
-    return [
-        float(value)
-        for value in values
-        if isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and value.numel() == 1)
-    ]
+    numbers = [each for each in values if not isinstance(each, torch.Tensor) or each.numel() == 1]
+    return [float(each) for each in numbers if isinstance(each, (int, float, torch.Tensor))]

@@ -38,8 +38,7 @@ def backward_step(
         raise StepArgumentError(
             f"config is {describe(config)}; call backward_step(input_tensor, output_tensor, output_tensor_grad, config)"
         )
-    inputs = tensors_of("input_tensor", input_tensor)
-    for tensor in inputs:
+    for tensor in tensors_of("input_tensor", input_tensor):
         if tensor is not None and tensor.requires_grad and not tensor.is_leaf:
             tensor.retain_grad()
     outputs = tensors_of("output_tensor", output_tensor)

@@ -22,7 +22,14 @@ from pipegrid.gradients.groups import collections_by_name
 from pipegrid.gradients.reduction import StepGradients, observed
 from pipegrid.plans.generators import SCHEDULES, find_schedule
 from pipegrid.plans.plan import Action, Routes
-from pipegrid.schedules.megatron.config import OF_MEGATRON, aux_loss_scalers, config_of, option, unwrapped_attribute
+from pipegrid.schedules.megatron.config import (
+    FUNCTIONS,
+    OF_MEGATRON,
+    aux_loss_scalers,
+    config_of,
+    option,
+    unwrapped_attribute,
+)
 from pipegrid.schedules.megatron.forward import modules_with
 from pipegrid.schedules.megatron.place import INTERLEAVED, NO_PIPELINE, Place, StepKind, sharding_key
 from pipegrid.schedules.runtime import Hook, MessageHook
@@ -37,8 +44,8 @@ class LossSums:
     Attributes:
         start: starts to add up what all ranks have found, from the ``info`` of each loss of this one; what it returns
             waits for the sums: float64, of which the second is that of the tokens.
-        early: it is called behind the last forward of this rank and the next send; else behind its last backward.
-        begun: it was called.
+        early: start behind the last forward of this rank and the next send; else behind its last backward.
+        begun: `begin` was called.
     """
 
     start: Callable[[list[Any]], Callable[[], torch.Tensor]]
@@ -59,7 +66,7 @@ class LossSums:
         return self._found
 
     def tokens(self) -> torch.Tensor:
-        """Those of the job."""
+        """The tokens of the job."""
         return self.wait()[1]
 
 
@@ -108,8 +115,7 @@ def step_key(
 ) -> tuple[object, ...]:
     """What decides how ``call`` runs: plain values, in which models are weak references.
 
-    ``nesting``: how its ``models`` are nested in it (`flat`); ``config``: of the first, with ``options`` (`options_of`)
-    and whether data is by unit.
+    ``nesting``: of its ``models`` (`flat`); ``config``: of the first, with its ``options`` (`options_of`).
     """
     return (
         kind,
@@ -153,17 +159,12 @@ def flat(model: Any) -> tuple[object, tuple[Any, ...]]:
 def by_stage(held: Mapping[str, Sequence[int]], value: Any, name: str) -> dict[int, Any]:
     """The argument ``name`` by stage: an entry of a mapping by module, or one object for all stages of this rank.
 
-    Of a module with several stages on this rank, an entry (or the object, of a single module) is a list with one
-    item for each, or None; else StepArgumentError. Of a module with one, a list or tuple of one is its item; other
-    sequences (``range(100)``, a data set) are values.
-
-    ``held``: the stages on this rank by module.
+    Of a module with several stages on this rank (``held``) it is a list with one item for each, or None; else
+    StepArgumentError. Of a module with one a list or tuple of one is its item; other sequences are values.
     """
     by_module = value if isinstance(value, Mapping) else dict.fromkeys(held, value)
     if set(by_module) != set(held):
-        raise StepArgumentError(
-            f"{name} has entries for {sorted(by_module)}; this rank runs the modules {sorted(held)}"
-        )
+        raise StepArgumentError(f"{name} has entries for {sorted(by_module)}; this rank runs modules {sorted(held)}")
     found: dict[int, Any] = {}
     for module, stages in held.items():
         item = by_module[module]
@@ -185,9 +186,7 @@ def by_stage(held: Mapping[str, Sequence[int]], value: Any, name: str) -> dict[i
 def models_by_stage(kind: StepKind, place: Place, model: Any) -> dict[int, Any]:
     """The argument ``model`` of a call by stage; those of a schedule have one config, else that of the first counts."""
     if not kind.several and len(place.stages) > 1 and not isinstance(model, Mapping):
-        raise StepArgumentError(
-            f"this rank runs the modules {list(place.modules)}; give model as a dict with one entry for each of them"
-        )
+        raise StepArgumentError(f"this rank runs the modules {list(place.modules)}; give model as a dict by module")
     models = by_stage(place.held, model, "model")
     if kind != INTERLEAVED and not have_one_config(list(models.values())):
         raise StepArgumentError("the models on this rank have different configs; a step has one")
@@ -195,7 +194,7 @@ def models_by_stage(kind: StepKind, place: Place, model: Any) -> dict[int, Any]:
 
 
 _FITTING: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-"""Functions whose signature was found right, by how many arguments they are called with."""
+"""Functions whose signature fits, by how many arguments they are called with."""
 
 
 def require_forward_step(forward_step_func: Any, *, checkpoints: bool) -> None:
@@ -221,8 +220,11 @@ def require_forward_step(forward_step_func: Any, *, checkpoints: bool) -> None:
         _FITTING[function] = len(arguments)
 
 
-def require_in_place(models: Mapping[int, Any], graph: ModuleGraph) -> None:
-    """Raise StepArgumentError for a stage of a layout (``stage_of_layout``) that the communicator places otherwise."""
+def require_fit(models: Mapping[int, Any], config: Any, graph: ModuleGraph, num_slices: int) -> None:
+    """Raise StepArgumentError for a stage of a layout (``stage_of_layout``) that the communicator places otherwise.
+
+    With slices also for a model, or an option, that does not work with them.
+    """
     for stage, model in models.items():
         own: tuple[int, int] | None = unwrapped_attribute(model, "stage_of_layout")
         module, number = graph.module_of(stage)
@@ -233,15 +235,25 @@ def require_in_place(models: Mapping[int, Any], graph: ModuleGraph) -> None:
             f"{graph.depth(module)} stages of module {module!r}, pp x chunks. Give a layout with as many stages, and "
             "communicator and models one placement, that of the schedule: stage_places(schedule, pp)"
         )
+    if num_slices == 1:
+        return
+    for name in (CHECKPOINTS, "no_sync_func", "defer_embedding_wgrad_compute", "shard"):
+        value = option(config, name)
+        if value is not None and value is not False:
+            raise StepArgumentError(f"config.{name} is set, which counts whole microbatches: {num_slices=}")
+    for stage, model in models.items():
+        if not modules_with(model.modules(), "current_slice")["current_slice"]:
+            raise StepArgumentError(
+                f"num_slices is {num_slices}, and no module of stage {stage} has a current_slice, by which attention "
+                "sees the earlier slices; set current_slice = None on each attention module (or on any)"
+            )
 
 
 def require_compatible(kind: StepKind, place: Place, call: StepCall, models: Mapping[int, Any], config: Any) -> None:
     """Raise StepArgumentError for arguments and options of the config that exclude each other."""
     if call.adjust_tensor_shapes_fn is not None:
         if kind == NO_PIPELINE:
-            raise StepArgumentError(
-                "adjust_tensor_shapes_fn adjusts shapes of messages; without a pipeline there are none"
-            )
+            raise StepArgumentError("adjust_tensor_shapes_fn adjusts messages; without a pipeline there are none")
         if len(place.graph.modules) > 1:
             raise StepArgumentError(
                 "adjust_tensor_shapes_fn has one list of shapes, and the modules of a graph have one each; neighbours "
@@ -255,9 +267,7 @@ def require_compatible(kind: StepKind, place: Place, call: StepCall, models: Map
                 f"config.overlap_moe_expert_parallel_comm is set, and {known.name} has no pairs; these do: {paired}"
             )
     if option(config, "weighted_microbatches") and not option(config, "calculate_per_token_loss"):
-        raise StepArgumentError(
-            "config.weighted_microbatches is set, which says what calculate_per_token_loss counts; set both"
-        )
+        raise StepArgumentError("config.weighted_microbatches says what calculate_per_token_loss counts; set both")
     if call.collect_non_loss_data and not call.forward_only:
         raise StepArgumentError("collect_non_loss_data has no loss to differentiate; set forward_only=True as well")
     if option(config, "check"):
@@ -268,22 +278,6 @@ def require_compatible(kind: StepKind, place: Place, call: StepCall, models: Map
                     "`pipeline_stage` of pipegrid.training: there is no whole model to compare with; leave check "
                     "out of its config"
                 )
-
-
-def require_sliced(models: Mapping[int, Any], config: Any, num_slices: int) -> None:
-    """Raise StepArgumentError for a model, or an option, that does not work with slices."""
-    for name in (CHECKPOINTS, "no_sync_func", "defer_embedding_wgrad_compute", "shard"):
-        value = option(config, name)
-        if value is not None and value is not False:
-            raise StepArgumentError(
-                f"config.{name} is set, which counts whole microbatches: num_slices is {num_slices}"
-            )
-    for stage, model in models.items():
-        if not modules_with(model.modules(), "current_slice")["current_slice"]:
-            raise StepArgumentError(
-                f"num_slices is {num_slices}, and no module of stage {stage} has a current_slice, by which attention "
-                "sees the earlier slices; set current_slice = None on each attention module (or on any)"
-            )
 
 
 _VALUES = (
@@ -309,27 +303,17 @@ _VALUES = (
     "variable_seq_lengths",
     "weighted_microbatches",
 )
-_FUNCTIONS = (
-    "aux_loss_scalers",
-    "finalize_model_grads_func",
-    "grad_scale_func",
-    "grad_sync_func",
-    "no_sync_func",
-    "pair_func",
-    "param_sync_func",
-)
 
 
 def options_of(config: Any) -> tuple[object, ...]:
     """The options of a config that decide how a step runs.
 
-    Of functions and hooks only whether there are any: a call uses those of its own config. Of tied parameters their
-    copies, by identity.
+    Of functions and hooks only whether there are any: a call uses those of its own config.
     """
     hooks = option(config, "hooks")
     return (
         *[option(config, name) for name in _VALUES],
-        *[option(config, name) is not None for name in _FUNCTIONS],
+        *[option(config, name) is not None for name in FUNCTIONS],
         *[getattr(config, name, None) for name in OF_MEGATRON],
         sharding_key(option(config, "shard"), option(config, "prefetch")),
         (bool(hooks), any(isinstance(hook, MessageHook) for hook in hooks)),
@@ -341,7 +325,6 @@ _GROUPS = ("dp", "dp_cp", "cp", "tp", "expt_dp", "expt_tp")
 
 
 def _groups(pg_collection: Any) -> tuple[object, ...]:
-    """The process groups of a collection, or of each module's."""
     by_name = collections_by_name(pg_collection)
     held = {"": pg_collection} if by_name is None else by_name
     return *held, *[getattr(collection, name, None) for collection in held.values() for name in _GROUPS]

@@ -22,40 +22,38 @@ from pipegrid.transport.config import P2PConfig
 from pipegrid.transport.errors import P2PUsageError
 
 
-def _functions(value: Any) -> Any:
-    each = value if isinstance(value, (list, tuple)) else [value]
-    if not all(one is None or callable(one) for one in each):
-        raise ValueError
-    return value
-
-
-_FUNCTIONS = Rule(_functions, "a function, a list with one for each chunk, or None")
-
-
-def _with(*names: str) -> Callable[[Any], Any]:
+def _rule(accepts: Callable[[Any], bool], text: str) -> Rule:
     def convert(value: Any) -> Any:
-        if not all(hasattr(value, name) for name in names):
+        if not accepts(value):
             raise ValueError
         return value
 
-    return convert
+    return Rule(convert, text)
 
 
-def _sets_scale(value: Any) -> Any:
-    if not hasattr(value, "set_loss_scale") and (isinstance(value, type) or not callable(value)):
-        raise ValueError
-    return value
+def _are_functions(value: Any) -> bool:
+    return all(one is None or callable(one) for one in (value if isinstance(value, (list, tuple)) else [value]))
 
 
-_Scaler: TypeAlias = Annotated[Any, Rule(_sets_scale, "a class with set_loss_scale(scale), or a function of the scale")]
-_Hook: TypeAlias = Annotated[Any, Rule(_with("before", "after"), "a hook with before(action) and after(action)")]
-_Tie: TypeAlias = Annotated[Any, Rule(_with("name", "stages", "copies"), "a TiedParameters")]
+def _sets_scale(value: Any) -> bool:
+    return hasattr(value, "set_loss_scale") or (callable(value) and not isinstance(value, type))
+
+
+def _has(*names: str) -> Callable[[Any], bool]:
+    return lambda value: all(hasattr(value, name) for name in names)
+
+
+_ARE_FUNCTIONS = _rule(_are_functions, "a function, a list with one for each chunk, or None")
+_SETS_SCALE = _rule(_sets_scale, "a class with set_loss_scale(scale), or a function of the scale")
+_Scaler: TypeAlias = Annotated[Any, _SETS_SCALE]
+_Hook: TypeAlias = Annotated[Any, _rule(_has("before", "after"), "a hook with before(action) and after(action)")]
+_Tie: TypeAlias = Annotated[Any, _rule(_has("name", "stages", "copies"), "a TiedParameters")]
 
 _Function: TypeAlias = Annotated[Callable[..., Any], instance(Callable, "a function or None")]
 _NoSync: TypeAlias = Callable[[], AbstractContextManager[Any]]
 _Sync: TypeAlias = Callable[[Any], None]
-_NoSyncs: TypeAlias = Annotated[_NoSync | Sequence[_NoSync], _FUNCTIONS] | None
-_Syncs: TypeAlias = Annotated[_Sync | Sequence[_Sync | None], _FUNCTIONS] | None
+_NoSyncs: TypeAlias = Annotated[_NoSync | Sequence[_NoSync], _ARE_FUNCTIONS] | None
+_Syncs: TypeAlias = Annotated[_Sync | Sequence[_Sync | None], _ARE_FUNCTIONS] | None
 """One function for all chunks, or with interleaving a list with one for each."""
 
 
@@ -193,20 +191,8 @@ def checked_option(config: Any, name: str) -> Any:
     return checked(option(config, name), _ANNOTATIONS[name], f"config.{name}", P2PUsageError)
 
 
-_READ_LATE = (
-    "aux_loss_scalers",
-    "finalize_model_grads_func",
-    "grad_bucket_bytes",
-    "grad_scale_func",
-    "grad_sync_func",
-    "hooks",
-    "no_sync_func",
-    "pair_func",
-    "param_sync_func",
-    "tied_parameters",
-    "wgrad_deferral_limit",
-)
-
+FUNCTIONS = ("aux_loss_scalers", *[name for name in _DEFAULTS if name.endswith("_func")])
+_READ_LATE = (*FUNCTIONS, "grad_bucket_bytes", "hooks", "tied_parameters", "wgrad_deferral_limit")
 
 _GRAPHS = "its step functions capture the graphs, in the order of its own schedules; compile layers, or capture a stage"
 _SHARDS = "weights are sharded over ranks for which a ProcessGroupCollection has no group; shard with fully_shard"
@@ -254,37 +240,27 @@ By name the values with which nothing is to be done, and why others are an error
 
 
 def require_options(config: Any) -> None:
-    """Check what a step reads of a config of another class only when it runs, as `checked_option` does.
-
-    Raises:
-        P2PUsageError: a value breaks its rule.
-        StepArgumentError: an option of `OF_MEGATRON` is set.
-    """
+    """`checked_option` of what a step reads late; StepArgumentError where an option of `OF_MEGATRON` is set."""
     for name, (off, why) in OF_MEGATRON.items():
         value = getattr(config, name, None)
         if value not in off:
             raise StepArgumentError(
                 f"config.{name} is {shown(value)}, which the step functions here do not have: {why}"
             )
-
     for name in _READ_LATE:
         checked_option(config, name)
 
 
 @frozen
 class AuxLossScaler:
-    """A function that sets the scale of attached losses.
+    """A function that sets the scale of attached losses, a tensor with one element.
 
-    Attributes:
-        set_scale: takes the scale, a tensor with one element.
-        owner: the class that has the scale; None where it is not known.
-        of_cp_share: with context parallelism a rank attaches its share of a mean, as of the main loss; False: a mean
-            over its own tokens.
-        grad_scale: the name of an option of the config that gives its loss scale, before ``grad_scale_func``.
+    ``of_cp_share``: with context parallelism a rank attaches its share of a mean, as of the main loss; False: a mean
+    over its own tokens. ``grad_scale``: an option of the config that gives its loss scale, before ``grad_scale_func``.
     """
 
     set_scale: Callable[[Any], Any]
-    owner: type | None
+    owner: type | None  # the class that has the scale, where it is known
     of_cp_share: bool = True
     grad_scale: str | None = None
 
@@ -323,11 +299,7 @@ def _scaler(given: Any) -> AuxLossScaler:
 
 
 def config_of(model: Any) -> Any:
-    """The ``config`` of a model, looked up through wrappers (``.module``).
-
-    Raises:
-        StepArgumentError: neither the model nor anything it wraps has a ``config``, or it is a dict.
-    """
+    """The ``config`` of a model, looked up through wrappers (``.module``); StepArgumentError without one."""
     config = unwrapped_attribute(model, "config")
     if config is None or isinstance(config, dict):
         raise StepArgumentError(

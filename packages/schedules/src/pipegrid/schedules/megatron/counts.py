@@ -49,20 +49,11 @@ def get_pp_rank_microbatches(
         job = require_job(p2p_communicator)
     else:  # nothing is sent: the two numbers are enough
         job = JobTopology(
-            checked(
-                getattr(p2p_communicator, "total_stages", None),
-                Count,
-                "p2p_communicator.total_stages",
-                StepArgumentError,
-            ),
-            checked(
-                getattr(p2p_communicator, "current_stage", None),
-                Index,
-                "p2p_communicator.current_stage",
-                StepArgumentError,
-            ),
+            *[
+                checked(getattr(p2p_communicator, name, None), rule, f"p2p_communicator.{name}", StepArgumentError)
+                for name, rule in (("total_stages", Count), ("current_stage", Index))
+            ]
         )
-    stages = job.total_stages
     if forward_only:
         warmup = total
     else:
@@ -71,7 +62,8 @@ def get_pp_rank_microbatches(
         if num_model_chunks == 1:
             warmup = distance
         else:
-            group = stages if microbatch_group_size_per_vp_stage is None else microbatch_group_size_per_vp_stage
+            group = microbatch_group_size_per_vp_stage
+            group = job.total_stages if group is None else group
             warmup = 2 * distance + (num_model_chunks - 1) * group + int(overlap_moe_expert_parallel_comm)
     warmup = min(warmup, total)
     return total, warmup == total, warmup, total - warmup
@@ -109,10 +101,10 @@ def convert_schedule_table_to_order(
     Raises:
         StepArgumentError: more warmup forwards than forwards, or a chunk outside the range.
     """
-    if num_warmup_microbatches > len(schedule_table):
+    count = len(schedule_table)
+    if num_warmup_microbatches > count:
         raise StepArgumentError(
-            f"num_warmup_microbatches is {num_warmup_microbatches}, and schedule_table has {len(schedule_table)} "
-            "forwards in all"
+            f"num_warmup_microbatches is {num_warmup_microbatches}, and schedule_table has {count} forwards in all"
         )
     for place, entry in enumerate(schedule_table):
         if not isinstance(entry, (tuple, list)) or len(entry) != 2 or entry[1] not in range(num_model_chunks):
@@ -123,19 +115,13 @@ def convert_schedule_table_to_order(
     forwards = [chunk + 1 for _, chunk in schedule_table]
     backwards = [chunk - num_model_chunks for _, chunk in schedule_table]
     order = forwards[:num_warmup_microbatches]
-    for index in range(num_warmup_microbatches, len(schedule_table)):
+    for index in range(num_warmup_microbatches, count):
         order += [forwards[index], backwards[index - num_warmup_microbatches]]
-    return order + backwards[len(schedule_table) - num_warmup_microbatches :]
+    return order + backwards[count - num_warmup_microbatches :]
 
 
 def get_tensor_shapes(
-    *,
-    seq_length: int,
-    micro_batch_size: int,
-    decoder_seq_length: int | None,
-    config: Any,
-    tp_group: Any,
-    cp_group: Any,
+    *, seq_length: int, micro_batch_size: int, decoder_seq_length: int | None, config: Any, tp_group: Any, cp_group: Any
 ) -> list[tuple[int, ...]]:
     """Shapes ``(sequence, batch, hidden)`` of the activations between stages.
 

@@ -133,16 +133,11 @@ def run_model(
     context: Callable[[], contextlib.AbstractContextManager[Any]] | None,
     is_last_stage: bool,
 ) -> tuple[Any, Any]:
-    """The output and the loss function of one microbatch: `forward_step` without the loss.
-
-    ``extra`` are further arguments of ``forward_step_func``; ``context`` makes the context of the forward.
-    """
+    """The output and the loss function of one microbatch; ``extra``: further arguments of ``forward_step_func``."""
     if set_input_tensor is not None:
         set_input_tensor(input_tensor if isinstance(input_tensor, (list, dict)) else [input_tensor])
     elif input_tensor is not None and any(tensor is not None for tensor in flatten(input_tensor)):
-        raise StepArgumentError(
-            f"{type(model).__name__} has no set_input_tensor(input_tensor), by which a stage receives its activation"
-        )
+        raise StepArgumentError(f"{type(model).__name__} has no set_input_tensor(input_tensor) for its activation")
     if context is None:
         result = forward_step_func(data_iterator, model, *extra)
     else:
@@ -281,11 +276,7 @@ def _tokens(counted: Any) -> torch.Tensor:
 
 
 def autocast_of(config: Any, model: torch.nn.Module) -> Callable[[], contextlib.AbstractContextManager[Any]] | None:
-    """A function that makes the autocast context of each forward of ``model``; None without autocast.
-
-    Raises:
-        StepArgumentError: a dtype outside autocast's, which torch would ignore.
-    """
+    """What makes the autocast context of each forward; StepArgumentError for a dtype that torch would ignore."""
     if not option(config, "enable_autocast"):
         return None
     dtype = option(config, "autocast_dtype") or option(config, "pipeline_dtype")  # None: the device's default

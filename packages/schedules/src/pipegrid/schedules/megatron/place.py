@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, lru_cache
+from itertools import takewhile
 from typing import Any, TypeAlias
 
 from attrs import evolve, frozen
@@ -24,31 +25,21 @@ from pipegrid.transport.job import JobTopology
 
 Ties: TypeAlias = tuple[tuple[str, tuple[int, ...]], ...]
 """The name and the stages of each tied parameter."""
-
-
 Sharding: TypeAlias = tuple[str | tuple[tuple[str, str], ...], int] | None
 """``shard`` and ``prefetch`` of `lower` as a key of a cache."""
 
 
 def sharding_key(shard: Shard | None, prefetch: int) -> Sharding:
-    """``shard`` and ``prefetch`` as a key of a cache."""
-    if shard is None:
-        return None
-    return shard if isinstance(shard, str) else tuple(sorted(shard.items())), prefetch
+    """``shard`` and ``prefetch`` as a `Sharding`."""
+    name = tuple(sorted(shard.items())) if isinstance(shard, Mapping) else shard
+    return None if name is None else (name, prefetch)
 
 
 @frozen
 class PlanNeeds:
-    """What the plan of a step has besides its schedule; compared and hashed by value, for the caches of proofs.
+    """What the plan of a step has besides its schedule; compared and hashed by value, for the caches of proofs."""
 
-    Attributes:
-        num_microbatches: the most that a replica has, where they differ by ``routes``.
-        ties: the name and the stages of each tied parameter.
-        sharding: see `sharding_key`.
-        routes: where replicas differ.
-    """
-
-    num_microbatches: int
+    num_microbatches: int  # the most that a replica has, where they differ by ``routes``
     ties: Ties = ()
     sharding: Sharding = None
     routes: Routes | None = None
@@ -95,10 +86,7 @@ class Place:
     @cached_property
     def held(self) -> dict[str, list[int]]:
         """The stages on this rank by module."""
-        held: dict[str, list[int]] = {}
-        for stage in self.stages:
-            held.setdefault(self.module_of(stage), []).append(stage)
-        return held
+        return {name: [one for one in self.stages if self.module_of(one) == name] for name in self.modules}
 
 
 @lru_cache(maxsize=64)
@@ -175,49 +163,31 @@ def step_plan(
         4
     """
     require_graph(graph)
-    place = Place(
-        graph,
-        (),
-        None if placement is None else as_placement(placement),
-        tuple(collectives),
-        checked(frozen, tuple[Name, ...], "frozen", PlanError),
-    )
-    needs = PlanNeeds(
-        checked(num_microbatches, Count, "num_microbatches", PlanError),
-        tuple((name, tuple(stages)) for name, stages in tied),
-        sharding_key(shard, prefetch),
-        routes,
-    )
+    placed = None if placement is None else as_placement(placement)
+    place = Place(graph, (), placed, tuple(collectives), checked(frozen, tuple[Name, ...], "frozen", PlanError))
+    count = checked(num_microbatches, Count, "num_microbatches", PlanError)
+    ties = tuple((name, tuple(stages)) for name, stages in tied)
+    needs = PlanNeeds(count, ties, sharding_key(shard, prefetch), routes)
     slices = checked(num_slices, Count, "num_slices", PlanError)
     return step_proof(place, needs, find_schedule(schedule).name, slices, overlap=overlap).plan
 
 
 def step_proof(place: Place, needs: PlanNeeds, schedule: str, num_slices: int, *, overlap: bool = False) -> Proof:
-    """The proof of `step_plan`, cached: the runtime takes it as it is. ``place``: without stages, of all positions.
-
-    ``overlap``: forwards and backwards run together, where the schedule has pairs.
-    """
+    """The proof of `step_plan`, cached: the runtime takes it as it is. ``place``: without stages, of all positions."""
     prove = _step_proof if needs.routes is None else _routed_proof
     return prove(place, needs, schedule, num_slices, overlap)
 
 
 def _prove(place: Place, needs: PlanNeeds, schedule: str, num_slices: int, overlap: bool) -> Proof:
-    computes = schedule_for(
-        place.graph,
-        schedule,
-        needs.num_microbatches,
-        placement=place.placement,
-        forward_only=place.frozen,
-        num_slices=num_slices,
-    )
+    graph, count, at = place.graph, needs.num_microbatches, place.placement
+    computes = schedule_for(graph, schedule, count, placement=at, forward_only=place.frozen, num_slices=num_slices)
     if overlap:
-        if len(place.graph.modules) > 1 or place.frozen or needs.routes is not None:
+        if len(graph.modules) > 1 or place.frozen or needs.routes is not None:
             raise PlanError(f"{schedule} has pairs of one module that is trained, on replicas that act alike")
-        chunks = place.graph.num_stages // computes.num_positions
-        computes = find_schedule(schedule).plan(computes.num_positions, needs.num_microbatches, chunks, overlap=True)
-    return needs.proof(
-        computes, collectives={edge: f"bridge-{edge.source}-{edge.destination}" for edge in place.collectives}
-    )
+        chunks = graph.num_stages // computes.num_positions
+        computes = find_schedule(schedule).plan(computes.num_positions, count, chunks, overlap=True)
+    collectives = {edge: f"bridge-{edge.source}-{edge.destination}" for edge in place.collectives}
+    return needs.proof(computes, collectives=collectives)
 
 
 _step_proof = lru_cache(maxsize=64)(_prove)
@@ -229,9 +199,8 @@ def interleaved_proof(
     num_ranks: int, num_chunks: int, needs: PlanNeeds, group_size: int, receives: Receives, overlap: bool
 ) -> Proof:
     """The proof of the plan of the interleaved step function, cached. Pure."""
-    computes = interleaved_1f1b(
-        num_ranks, needs.num_microbatches, num_chunks=num_chunks, group_size=group_size, overlap=overlap
-    )
+    count = needs.num_microbatches
+    computes = interleaved_1f1b(num_ranks, count, num_chunks=num_chunks, group_size=group_size, overlap=overlap)
     return needs.proof(computes, receives=receives)
 
 
@@ -244,22 +213,13 @@ def forwards_on(plan: Plan, position: int, stage: int) -> dict[int, int]:
 def checkpointed_on(plan: Plan, position: int, stage: int, partial: int) -> frozenset[int]:
     """The microbatches of ``stage`` that checkpoint all activations: all but the first few of each window in flight.
 
-    ``partial`` is how many follow the model's own setting, of each window of forwards of any stage on ``position``.
+    ``partial`` is how many follow the model's own setting, of each window of forwards (of any stage) on ``position``:
+    those before its first backward.
     """
-    window = window_on(plan, position)
+    computes = [action.kind for action in plan.actions(position) if action.kind.is_compute]
+    window = len(list(takewhile(lambda kind: kind is ActionKind.F, computes)))
     forwards = forwards_on(plan, position, stage)
     return frozenset(microbatch for microbatch, place in forwards.items() if place % window >= partial)
-
-
-def window_on(plan: Plan, position: int) -> int:
-    """Number of forwards on ``position`` before its first backward: the microbatches in flight."""
-    count = 0
-    for action in plan.actions(position):
-        if action.kind is ActionKind.F:
-            count += 1
-        elif action.kind.is_compute:
-            break
-    return count
 
 
 def place_in_job(kind: StepKind, communicator: Any, model: Any) -> Place:
@@ -303,14 +263,12 @@ def proof_of_schedule(kind: StepKind, place: Place, needs: PlanNeeds, config: An
 
 def proof_of_interleaving(_: StepKind, place: Place, needs: PlanNeeds, config: Any) -> Proof:
     """Interleaved 1F1B with the groups of microbatches, the receives and the pairs of ``config``."""
-    chunks = len(place.stages)
+    chunks, count = len(place.stages), needs.num_microbatches
     ranks = place.graph.num_stages // chunks
     group_size = checked_option(config, "microbatch_group_size_per_vp_stage") or ranks
-    num_microbatches = needs.num_microbatches
-    last = num_microbatches % group_size
-    if not ranks <= group_size <= num_microbatches or 0 < last < ranks:
+    if not ranks <= group_size <= count or 0 < count % group_size < ranks:
         raise StepArgumentError(
-            f"{num_microbatches} microbatches in groups of {group_size} over {ranks} ranks: the interleaved step "
+            f"{count} microbatches in groups of {group_size} over {ranks} ranks: the interleaved step "
             "needs ranks <= group size <= microbatches, and a last group that is full or has at least as many "
             "microbatches as ranks. A PipelineRuntime runs interleaved_1f1b without this limit"
         )
@@ -321,19 +279,11 @@ def proof_of_interleaving(_: StepKind, place: Place, needs: PlanNeeds, config: A
 
 @frozen
 class StepKind:
-    """What a step function runs; calls of equal kinds may share a plan.
+    """What a step function runs; calls of equal kinds may share a plan."""
 
-    Attributes:
-        schedule: as in `schedule_for`.
-        num_slices: likewise.
-        several: a rank may have several stages of a module.
-        place: finds this rank's stages by the communicator and the model of a call.
-        proof: makes the plan with its proof.
-    """
-
-    schedule: str
+    schedule: str  # as in `schedule_for`, and its slices
     num_slices: int = 1
-    several: bool = True
+    several: bool = True  # a rank may have several stages of a module
     place: Callable[[StepKind, Any, Any], Place] = place_in_job
     proof: Callable[[StepKind, Place, PlanNeeds, Any], Proof] = proof_of_schedule
 

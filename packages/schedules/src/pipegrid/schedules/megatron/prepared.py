@@ -33,9 +33,8 @@ from pipegrid.schedules.megatron.call import (
     models_by_stage,
     options_of,
     require_compatible,
+    require_fit,
     require_forward_step,
-    require_in_place,
-    require_sliced,
     step_key,
 )
 from pipegrid.schedules.megatron.config import (
@@ -47,25 +46,17 @@ from pipegrid.schedules.megatron.config import (
     require_options,
 )
 from pipegrid.schedules.megatron.counts import get_tensor_shapes
-from pipegrid.schedules.megatron.place import (
-    Place,
-    PlanNeeds,
-    StepKind,
-    checkpointed_on,
-    forwards_on,
-    sharding_key,
-)
+from pipegrid.schedules.megatron.place import Place, PlanNeeds, StepKind, checkpointed_on, forwards_on, sharding_key
 from pipegrid.schedules.megatron.shapes import AnnouncedShapes, announced_shapes, sent_shape
-from pipegrid.schedules.megatron.stage import MegatronStage, SkippingStage, takes_part
+from pipegrid.schedules.megatron.stage import MegatronStage, RoutedSkippingStage, RoutedStage, SkippingStage, takes_part
 from pipegrid.schedules.megatron.units.batches import UnitBatches
-from pipegrid.schedules.megatron.units.numbers import (
+from pipegrid.schedules.megatron.units.routes import (
     StageUnits,
     planned_routes,
     replica_of,
     require_equal_routes,
     units_per_replica,
 )
-from pipegrid.schedules.megatron.units.stage import RoutedSkippingStage, RoutedStage
 from pipegrid.schedules.runtime import Hook, MessageHook, PipelineError, PipelineRuntime, position_of
 
 _KEPT = 8  # per model: training and evaluation, each with a few numbers of microbatches, or routes
@@ -92,11 +83,8 @@ def last_backwards(plan: Plan, position: int) -> dict[int, int]:
 class ModelState:
     """What the prepared steps of one model share.
 
-    Attributes:
-        compared: how this rank finishes gradients, by module, as the replicas have compared it; None before. For all
-            steps: where one of the replicas alone has prepared another, its comparison would meet a reduction of the
-            others.
-        running: inside a step.
+    ``compared``: how this rank finishes gradients, by module, as the replicas have compared it; None before. For all
+    steps: where one of the replicas alone has prepared another, its comparison would meet a reduction of the others.
     """
 
     compared: Mapping[str, object] | None = None
@@ -118,15 +106,9 @@ _STEPS: weakref.WeakKeyDictionary[torch.nn.Module, list[PreparedStep]] = weakref
 
 
 def prepared_step(kind: StepKind, call: StepCall) -> tuple[PreparedStep, Any]:
-    """The prepared step of an earlier call with an equal key, or a new one; of each model the last used are kept.
+    """The prepared step of an earlier call with an equal key, or a new one; and the config of the first model.
 
-    Those on other communicators are dropped: a model trains through one at a time.
-
-    Returns:
-        It, and the config of the first model.
-
-    Raises:
-        StepArgumentError: a model has no config; as `PreparedStep`.
+    Of each model the last used are kept, on one communicator: a model trains through one at a time.
     """
     nesting, models = flat(call.model)
     first = models[0] if models else None
@@ -152,10 +134,9 @@ def prepared_step(kind: StepKind, call: StepCall) -> tuple[PreparedStep, Any]:
 
 def _has_unit_batches(data_iterator: Any) -> bool:
     """Whether an argument ``data_iterator`` is `UnitBatches`, of one stage at least."""
-    if isinstance(data_iterator, Mapping):
-        return any(map(_has_unit_batches, data_iterator.values()))
-    if isinstance(data_iterator, (list, tuple)):
-        return any(map(_has_unit_batches, data_iterator))
+    if isinstance(data_iterator, (Mapping, list, tuple)):
+        each = data_iterator.values() if isinstance(data_iterator, Mapping) else data_iterator
+        return any(map(_has_unit_batches, each))
     return isinstance(data_iterator, UnitBatches)
 
 
@@ -166,10 +147,7 @@ def describe_steps(model: Any) -> str:
 
 
 def attached_losses(model: Any) -> list[str]:
-    """What has added to the gradients of ``model``, an argument of step functions, beside the main loss.
-
-    The names of autograd functions that attach losses, and ``WithLoss``, of the steps that are kept.
-    """
+    """What adds to the gradients of ``model`` beside the main loss: autograd functions by name, and ``WithLoss``."""
     kept = [prepared for each in flat(model)[1] for prepared in _STEPS.get(each, ())]
     stages = [stage for prepared in kept for stage in prepared.stages.values()]
     return list(dict.fromkeys(name for stage in stages for name in stage.attached.names))
@@ -179,23 +157,16 @@ class PreparedStep:
     """A proved plan, its runtime and stages, and the policy of gradients: for all calls with an equal key.
 
     Attributes:
-        key: what a later call is compared with.
         state: shared with the other steps of the model.
-        place: this rank's stages in the job.
         routes: where replicas differ; None where they act alike.
         actor: the row of the plan that this rank runs.
-        policy: of gradients; None in an evaluation.
-        agreement: what neighbours compare of the policy.
-        autocasts: forwards run in an autocast context.
+        policy: of gradients; None in an evaluation. Neighbours compare its ``agreement``.
         hooked: calls have hooks, of the config or of the step function.
-        watches: attached losses are looked for.
+        watches: attached losses are looked for; ``attaches``: there are scalers of them.
         expected: the shape of sent messages, where the arguments fix it.
-        checkpoints: the config has `CHECKPOINTS`, so ``forward_step_func`` has a third argument.
-        defers: gradients of the embedding are computed after the last backward.
-        attaches: there are scalers of attached losses.
+        checkpoints: ``forward_step_func`` has a third argument.
         early: reductions begin in the last backwards.
         by_unit: gradients are added in the order of units.
-        syncs_parameters: the config has a ``param_sync_func``; ``syncs_gradients``: a ``grad_sync_func``.
     """
 
     def __init__(self, kind: StepKind, call: StepCall, state: ModelState) -> None:
@@ -222,9 +193,7 @@ class PreparedStep:
         self.plan = plan = proof.plan
         if planned is not None and planned.moves:  # lanes to other replicas are opened by these routes
             require_equal_routes(call.pg_collection, self.place, models, planned, self.waiting)
-        require_in_place(models, plan.graph)
-        if plan.num_slices > 1:
-            require_sliced(models, config, plan.num_slices)
+        require_fit(models, config, plan.graph, plan.num_slices)
         number = None if planned is None else 0 if planned.num_replicas == 1 else replica
         self.actor = position_of(plan, models, number)
         self.policy = None if call.forward_only else self._policy(call, models, config)
@@ -238,10 +207,9 @@ class PreparedStep:
         self.by_unit = self.policy is not None and checked_option(config, "grad_add") == "by_unit"
         self.early = not self.by_unit and self._starts_early(call, models, config)
         self.last_backwards: Mapping[int, int] = last_backwards(plan, self.actor)
-        sized = call.seq_length is not None and option(config, "hidden_size") is not None and plan.num_slices == 1
-        self.expected = (
-            sent_shape(**_sizes(call, self.place, config)) if sized and len(plan.graph.modules) == 1 else None
-        )
+        sized = call.seq_length is not None and option(config, "hidden_size") is not None
+        of_one_module = plan.num_slices == 1 and len(plan.graph.modules) == 1
+        self.expected = sent_shape(**_sizes(call, self.place, config)) if sized and of_one_module else None
         self.stages = self._stages(call, models, config, by_unit, replica)
         self.ties = tuple(tie.name for tie in ties)
         self._config: Any = None
@@ -330,8 +298,7 @@ class PreparedStep:
     def running(self, config: Any) -> Iterator[None]:
         """Inside: a step with ``config``. After it all references of the call are dropped, and after a failure this.
 
-        Raises:
-            PipelineError: inside a step, such as that of another thread, which goes on.
+        PipelineError inside a step, such as that of another thread, which goes on.
         """
         state = self.state
         if state.running is not None:
@@ -375,7 +342,7 @@ class PreparedStep:
         return option(self._config, name)(*arguments)
 
     def _reducers(self) -> dict[int | str, Callable[[], None]]:
-        """The effects of the plan's reductions: `last_backwards` has those over replicas, which begin behind them."""
+        """The effects of the plan's reductions; those over replicas begin behind `last_backwards`."""
         found: dict[int | str, Callable[[], None]] = {name: partial(self._reduce, name) for name in self.ties}
         for action in self.plan.actions(self.actor):
             if action.kind is ActionKind.REDUCE and action.group is None:

@@ -19,10 +19,7 @@ Shape: TypeAlias = tuple[int, ...]
 
 @frozen
 class AnnouncedShapes:
-    """Shapes of a stage's received and sent tensors by ``adjust_tensor_shapes_fn``, checked against the messages.
-
-    An empty shape (``variable_seq_lengths``) matches any.
-    """
+    """Shapes of a stage's messages by ``adjust_tensor_shapes_fn``; an empty one (``variable_seq_lengths``) fits any."""
 
     received: tuple[Shape, ...]
     sent: tuple[Shape, ...]
@@ -57,10 +54,9 @@ def _as_shapes(shapes: Any) -> tuple[Shape, ...]:
 
 @frozen
 class SentShape:
-    """Shape of the one tensor that a stage sends: the tokens of a microbatch on this rank, then ``hidden_size``.
+    """Shape of the one tensor that a stage sends: tokens of a microbatch, on any leading axes, then ``hidden_size``.
 
-    Tokens may be on any leading axes: ``(sequence, batch)``, ``(batch, sequence)``, or one. ``exact`` is False where
-    the groups that share a sequence are unknown; then any even share matches.
+    ``exact`` is False where the groups that share a sequence are unknown; then any even share matches.
     """
 
     sequences: tuple[int, ...]
@@ -92,21 +88,15 @@ class SentShape:
 
 
 def sent_shape(
-    *,
-    seq_length: int,
-    micro_batch_size: int,
-    decoder_seq_length: int | None,
-    config: Any,
-    tp_group: Any,
-    cp_group: Any,
+    *, seq_length: int, micro_batch_size: int, decoder_seq_length: int | None, config: Any, tp_group: Any, cp_group: Any
 ) -> SentShape | None:
     """The shape of every message, if the config fixes it; else None.
 
     A config fixes it with a ``hidden_size`` and an explicit ``variable_seq_lengths=False``: that of another library may
     have a ``hidden_size`` that is unrelated to messages. The sequence is the encoder's or the decoder's.
     """
-    hidden_size = option(config, "hidden_size")
-    fixed = getattr(config, "variable_seq_lengths", None) is False and option(config, "shapes") in (None, *_FIXED)
+    hidden_size, shapes = option(config, "hidden_size"), option(config, "shapes")
+    fixed = getattr(config, "variable_seq_lengths", None) is False and shapes in (None, "given", "agreed")
     if hidden_size is None or not fixed:
         return None
     shared = [cp_group, *([tp_group] if option(config, "sequence_parallel") else [])]
@@ -122,7 +112,3 @@ def sent_shape(
         checked(hidden_size, Count, "config.hidden_size", StepArgumentError),
         exact,
     )
-
-
-_FIXED = ("given", "agreed")
-"""Values of ``config.shapes`` with one shape for all messages."""

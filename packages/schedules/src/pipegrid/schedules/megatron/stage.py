@@ -20,6 +20,8 @@ from pipegrid.schedules.megatron.call import StepCall
 from pipegrid.schedules.megatron.config import AuxLossScaler, unwrapped_attribute
 from pipegrid.schedules.megatron.forward import WithLoss, modules_with, run_model, scaled_loss
 from pipegrid.schedules.megatron.shapes import AnnouncedShapes, SentShape
+from pipegrid.schedules.megatron.units.batches import UnitBatches
+from pipegrid.schedules.megatron.units.routes import StageUnits
 from pipegrid.schedules.runtime import Forwarded, Slice
 
 
@@ -30,50 +32,31 @@ class MegatronStage:
     ``forward_step_func`` runs the model (`run_model`); its output goes to the next stages or, on a last one, through
     the loss function. What it needs of a call is set by `begin` and dropped by `end`. In a graph of several modules,
     inputs are a dict by source module, and the output is one by the stage's own module.
-
-    Attributes:
-        stage: global number.
-        first: the first microbatch of a step here.
-        divisor: of mean losses: the microbatches of a step.
-        cp_group: context-parallel ranks of the module.
-        per_token: losses are sums over tokens.
-        weighted: what they count adds up to the microbatches of the job.
-        loss_factor: factor of the stage's own loss, for a mean over its own replicas.
-        checkpointed: the microbatches that checkpoint all activations, where the others follow the model's own setting.
-        model, config: of the running step.
-        run: `run_model` on all but what it receives.
-        starts: the model's ``set_is_first_microbatch``, where it is to be called.
-        numbered: modules with a ``current_microbatch``.
-        sliced: modules with a ``current_slice``, in a plan with slices.
-        shapes: of messages, announced by ``adjust_tensor_shapes_fn`` or expected.
-        scalers: of attached losses; None where nothing is said of them, or nothing is trained.
-        infos: the ``info`` of the loss function for each microbatch, behind its number.
-        num_tokens: tokens that the losses have counted, where losses are sums over tokens; None before the first.
     """
 
     graph: ModuleGraph
     stage: int
-    first: int | None
-    divisor: float
+    first: int | None  # microbatch of a step here
+    divisor: float  # of mean losses: the microbatches of a step
     num_slices: int
     cp_group: Any
     forward_only: bool
     collect_non_loss_data: bool
-    per_token: bool
-    weighted: bool
-    loss_factor: float
-    checkpointed: Collection[int] | None
+    per_token: bool  # losses are sums over tokens
+    weighted: bool  # what they count adds up to the microbatches of the job
+    loss_factor: float  # of the stage's own loss, for a mean over its own replicas
+    checkpointed: Collection[int] | None  # microbatches that checkpoint all; the others follow the model's own setting
     outgoing: tuple[Edge, ...] = field(init=False)
     attached: AttachedLosses = field(init=False)
     model: Any = field(default=None, init=False)
     config: Any = field(default=None, init=False)
-    run: Any = field(default=None, init=False)
-    starts: Callable[[], object] | None = field(default=None, init=False)
-    numbered: Sequence[torch.nn.Module] = field(default=(), init=False)
-    sliced: Sequence[torch.nn.Module] = field(default=(), init=False)
+    run: Any = field(default=None, init=False)  # `run_model` on all but what it receives
+    starts: Callable[[], object] | None = field(default=None, init=False)  # the model's ``set_is_first_microbatch``
+    numbered: Sequence[torch.nn.Module] = field(default=(), init=False)  # modules with a ``current_microbatch``
+    sliced: Sequence[torch.nn.Module] = field(default=(), init=False)  # with a ``current_slice``
     shapes: AnnouncedShapes | SentShape | None = field(default=None, init=False)
-    scalers: tuple[AuxLossScaler, ...] | None = field(default=None, init=False)
-    infos: list[tuple[int, Any]] = field(factory=list, init=False)
+    scalers: tuple[AuxLossScaler, ...] | None = field(default=None, init=False)  # None: attached losses are not watched
+    infos: list[tuple[int, Any]] = field(factory=list, init=False)  # by microbatch
     num_tokens: torch.Tensor | None = field(default=None, init=False)
     _one_module: bool = field(init=False)
 
@@ -92,10 +75,7 @@ class MegatronStage:
         context: Callable[[], AbstractContextManager[Any]] | None,
         scalers: tuple[AuxLossScaler, ...] | None,
     ) -> None:
-        """Look up, before a step runs, what its forwards need of the model and the config.
-
-        ``context`` makes the autocast context of each forward, where there is one.
-        """
+        """Look up what the forwards of a step need; ``context``: makes the autocast context of each."""
         self.model, self.config, self.shapes, self.scalers = model, config, shapes, scalers
         found = modules_with(modules_in(model), "current_microbatch", "current_slice")
         self.numbered = found["current_microbatch"]
@@ -135,11 +115,9 @@ class MegatronStage:
             self.resume(part)
         if self.starts is not None and microbatch == self.first and (part is None or part.is_first):
             self.starts()
-        received = (
-            next(iter(inputs.values()), None)
-            if self._one_module
-            else {self.graph.module_of(edge.source)[0]: payload for edge, payload in inputs.items()}
-        )
+        received = next(iter(inputs.values()), None)
+        if not self._one_module:
+            received = {self.graph.module_of(edge.source)[0]: payload for edge, payload in inputs.items()}
         extra = () if self.checkpointed is None else (microbatch in self.checkpointed,)
         output, loss_func = self.run(received, extra)
         if self.outgoing:
@@ -147,12 +125,8 @@ class MegatronStage:
         else:
             found = self._with_loss(output, loss_func, microbatch, part)
         if self.scalers is not None and self.attached.left:
-            self.attached.watch(
-                [found.loss, *found.outputs.values()],
-                microbatch,
-                [each.owner for each in self.scalers],
-                partial(self._scales, microbatch),
-            )
+            payloads, handled = [found.loss, *found.outputs.values()], [each.owner for each in self.scalers]
+            self.attached.watch(payloads, microbatch, handled, partial(self._scales, microbatch))
         return found
 
     def _passed_on(self, received: Any, output: Any, microbatch: int) -> Forwarded:
@@ -193,10 +167,8 @@ class MegatronStage:
                 "the loss function returned (loss, num_tokens, info) for a slice: the mean over a microbatch needs the "
                 "tokens of all its slices. Set calculate_per_token_loss, or return (loss, info) with the slice's share"
             )
-        per_token = self.per_token
-        loss, num_tokens, info = scaled_loss(
-            result, self.config, self.divisor, cp_group=self.cp_group, per_token=per_token
-        )
+        per_token, group = self.per_token, self.cp_group
+        loss, num_tokens, info = scaled_loss(result, self.config, self.divisor, cp_group=group, per_token=per_token)
         self.infos.append((microbatch, info))
         if per_token and num_tokens is not None:
             self.num_tokens = num_tokens if self.num_tokens is None else self.num_tokens + num_tokens
@@ -246,12 +218,11 @@ class MegatronStage:
 
 @define(eq=False, kw_only=True)
 class SkippingStage(MegatronStage):
-    """Runs one microbatch of a stage that takes or gives values past others.
+    """A `MegatronStage` that hands on values: past others (`ModuleGraph.skips`), or to the next one alone.
 
-    The module's stages hand on values: past others (`ModuleGraph.skips`), or to the next one alone. The model has two
-    methods more: ``set_skips(arrived)``, called before its forward, and ``take_skips()``, called after it. Both have
-    tensors by edge, of stages counted inside of the module. On an edge of the chain these go beside what the stage
-    returns.
+    The model has two methods more: ``set_skips(arrived)``, called before its forward, and ``take_skips()``, called
+    after it. Both have tensors by edge, of stages counted inside of the module. On an edge of the chain these go beside
+    what the stage returns.
     """
 
     def __attrs_post_init__(self) -> None:
@@ -266,8 +237,8 @@ class SkippingStage(MegatronStage):
                 f"the graph has edges past stages, {', '.join(map(str, self.graph.skips))}, and the model of stage "
                 f"{self.stage}, a {type(self.model).__name__}, has no set_skips(arrived) and take_skips()"
             )
-        inside = self.graph.edges_inside(self.graph.module_of(self.stage)[0])
-        first = self.graph.stage(self.graph.module_of(self.stage)[0], 0)
+        module = self.graph.module_of(self.stage)[0]
+        inside, first = self.graph.edges_inside(module), self.graph.stage(module, 0)
         arrived, plain = {}, {}
         for edge, payload in inputs.items():
             values = payload
@@ -290,6 +261,65 @@ class SkippingStage(MegatronStage):
             values = left.get(edge) or [None]  # a message needs a part
             outputs[edge] = values if edge in self.graph.skips else [outputs[edge], values]
         return evolve(found, outputs=outputs)
+
+
+@define(eq=False, kw_only=True)
+class RoutedStage(MegatronStage):
+    """A `MegatronStage` that tells its model, and its data, whose microbatch each forward is of.
+
+    Modules get it as a ``current_replica``, None at home, and a ``current_microbatch``, the number at home.
+    """
+
+    units: StageUnits
+    homed: Sequence[torch.nn.Module] = field(default=(), init=False)
+    by_number: Sequence[torch.nn.Module] = field(default=(), init=False)
+    batches: UnitBatches | None = field(default=None, init=False)
+
+    def begin(self, call: StepCall, data_iterator: Any, model: torch.nn.Module, *others: Any) -> None:
+        """See `MegatronStage.begin`."""
+        self.batches = data_iterator if isinstance(data_iterator, UnitBatches) else None
+        if self.batches is not None and self.units.home(0) is None:
+            raise StepArgumentError(
+                "data_iterator is UnitBatches, and the replica of this rank is not known: pass a pg_collection with "
+                "its dp group"
+            )
+        if self.batches is not None and self.num_slices > 1:
+            slices = self.num_slices
+            raise StepArgumentError(f"data_iterator is UnitBatches, of whole microbatches: num_slices is {slices}")
+        if self.batches is None and data_iterator is not None and not self.units.in_order_at_home:
+            raise StepArgumentError(
+                f"by its routes stage {self.stage} does not compute all microbatches of replica {self.units.replica} "
+                "in order on this rank, and a plain iterator has these; give data_iterator=UnitBatches(load)"
+            )
+        super().begin(call, data_iterator, model, *others)
+        self.by_number, self.numbered = self.numbered, ()
+        self.homed = modules_with(model.modules(), "current_replica")["current_replica"]
+
+    def end(self) -> None:
+        """See `MegatronStage.end`; what runs outside of a step is at home."""
+        for module in self.homed:
+            module.current_replica = None  # type: ignore[assignment]
+        self.homed, self.by_number, self.batches = (), (), None
+        super().end()
+
+    def forward(self, microbatch: int, inputs: Mapping[Edge, Any], part: Slice | None = None) -> Forwarded:
+        """See `MegatronStage.forward`."""
+        home, number = self.units.home(microbatch), self.units.microbatch(microbatch)
+        for module in self.by_number:
+            object.__setattr__(module, "current_microbatch", number)
+        for module in self.homed:
+            module.current_replica = None if home == self.units.replica else home  # type: ignore[assignment]
+        if self.batches is not None:
+            self.batches.begin(self.units.units(microbatch))
+        return super().forward(microbatch, inputs, part)
+
+    def scale_of_mean(self, microbatch: int, of_cp_share: bool = True, count: int = 1) -> float:
+        """See `MegatronStage.scale_of_mean`: a call for several units has a mean over theirs."""
+        return super().scale_of_mean(microbatch, of_cp_share, count * self.units.served(microbatch))
+
+
+class RoutedSkippingStage(RoutedStage, SkippingStage):
+    """A `SkippingStage` with units."""
 
 
 def takes_part(graph: ModuleGraph, stage: int, model: Any) -> bool:

@@ -1,4 +1,4 @@
-"""The effects of all actions: what each kind does on a rank, one function per kind.
+"""The effects of all actions: what each kind does on a rank, one function per kind or family of kinds.
 
 They are called when a program is made, and look up there what the action works on; a step only calls what they return.
 `PipelineRuntime.register` puts a function of the user around the effect of a kind, or in its place.
@@ -8,21 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 from attrs import evolve, frozen
 
 from pipegrid.core.errors import StepArgumentError
-from pipegrid.plans.plan import Action, ActionKind, step_text
+from pipegrid.plans.plan import OFFLOADING, SHARDING, Action, ActionKind, step_text
 from pipegrid.schedules.runtime.position import BoundPosition
 from pipegrid.schedules.runtime.preflight import reducer_name
 from pipegrid.schedules.runtime.stages.edge_queues import RecvQueue, SendQueue
+from pipegrid.schedules.runtime.stages.offload import Offload
 from pipegrid.schedules.runtime.stages.shared_calls import LentQueue
 from pipegrid.schedules.runtime.stages.stage import for_another_replica
 from pipegrid.schedules.runtime.stages.stage_runner import StageRunner
-
-if TYPE_CHECKING:
-    from pipegrid.transport.base import Communicator
 
 Call: TypeAlias = Callable[[], None]
 Effect: TypeAlias = Callable[[Action, Call], None]
@@ -36,7 +34,6 @@ class Bound:
     """An action and the call that executes it.
 
     Attributes:
-        action: the action.
         run: executes it; waits for its inputs, or for room to send, if nobody has.
         waits: wait for these. Called before ``run`` where that is timed (with hooks, or an `Effect`) or in a batch.
         apart: whether ``waits`` are called in any case.
@@ -54,21 +51,17 @@ def forward(at: BoundPosition, action: Action) -> Bound:
     """``F``: the stage's forward, on what has arrived."""
     runner, piece = at.runner(action), at.plan.piece_of(action)
     run: Call = partial(StageRunner.forward, runner, piece)
-    if at.is_of_another_replica(piece):
+    routes, here = at.plan.routes, at.number // at.plan.positions_each
+    if routes is not None and routes.num_replicas > 1 and routes.home(piece) != here:
         run = partial(for_another_replica, runner.stage, run)
     return Bound(action, run, _arrivals(runner.arriving, piece))
 
 
 def backward(at: BoundPosition, action: Action) -> Bound:
-    """``B``: gradients of inputs and parameters at once."""
+    """``B``: gradients of inputs and parameters at once; ``I``: those of inputs, which the stage before waits for."""
     runner, piece = at.runner(action), at.plan.piece_of(action)
-    return Bound(action, partial(StageRunner.backward, runner, piece), _arrivals(runner.gradients_in, piece))
-
-
-def backward_inputs(at: BoundPosition, action: Action) -> Bound:
-    """``I``: the gradients of inputs, which the stage before waits for."""
-    runner, piece = at.runner(action), at.plan.piece_of(action)
-    return Bound(action, partial(StageRunner.backward_inputs, runner, piece), _arrivals(runner.gradients_in, piece))
+    run = StageRunner.backward if action.kind is ActionKind.B else StageRunner.backward_inputs
+    return Bound(action, partial(run, runner, piece), _arrivals(runner.gradients_in, piece))
 
 
 def backward_weights(at: BoundPosition, action: Action) -> Bound:
@@ -97,32 +90,25 @@ def receive(at: BoundPosition, action: Action) -> Bound:
 def collective(at: BoundPosition, action: Action) -> Bound:
     """``COLLECTIVE``: an exchange among ranks that hold both stages."""
     sends, receives = next(iter(at.sends_of(action)), None), next(iter(at.receives_of(action)), None)
-    room = () if sends is None else (partial(SendQueue.make_room, sends),)
-    run = partial(_exchange, at.plan.piece_of(action), action, at.communicator, sends, receives)
-    return Bound(action, run, room)
+    piece, edge, direction = at.plan.piece_of(action), action.edge, action.direction
+    assert edge is not None  # by Action's own validation, as the direction
+    assert direction is not None
 
+    def run() -> None:
+        """Every position of both stages leaves with its data: a later wait could hold up a member at a later action."""
+        payload = None
+        if sends is not None:
+            sends.make_room()
+            payload = sends.payload(piece)
+        sending, receiving = at.communicator.collective(payload, edge=edge, direction=direction)
+        if receiving is not None:
+            receiving.wait(None if receives is None else receives.deadline)
+        if sending is not None and sends is not None:
+            sends.sent(piece, action, sending)
+        if receiving is not None and receives is not None:
+            receives.expect(piece, action, receiving)
 
-def _exchange(
-    piece: int, action: Action, communicator: Communicator, sends: SendQueue | None, receives: RecvQueue | None
-) -> None:
-    """Send the payload of ``sends`` and wait for the payload of ``receives``.
-
-    Every position of both stages leaves the action with its data, as the proof of the plan assumes: a later wait could
-    hold up another member at an action behind this one.
-    """
-    payload = None
-    if sends is not None:
-        sends.make_room()
-        payload = sends.payload(piece)
-    assert action.edge is not None
-    assert action.direction is not None
-    sending, receiving = communicator.collective(payload, edge=action.edge, direction=action.direction)
-    if receiving is not None:
-        receiving.wait(None if receives is None else receives.deadline)
-    if sending is not None and sends is not None:
-        sends.sent(piece, action, sending)
-    if receiving is not None and receives is not None:
-        receives.expect(piece, action, receiving)
+    return Bound(action, run, () if sends is None else (partial(SendQueue.make_room, sends),))
 
 
 def reduce(at: BoundPosition, action: Action) -> Bound:
@@ -130,40 +116,30 @@ def reduce(at: BoundPosition, action: Action) -> Bound:
     return Bound(action, at.reducers[reducer_name(action)])
 
 
-def unshard(at: BoundPosition, action: Action) -> Bound:
-    """``UNSHARD``: start to gather the stage's parameters."""
-    return Bound(action, at.sharded[action.stage].unshard)
-
-
-def reshard(at: BoundPosition, action: Action) -> Bound:
-    """``RESHARD``: free the gathered parameters."""
-    return Bound(action, at.sharded[action.stage].reshard)
-
-
-def reduce_grad(at: BoundPosition, action: Action) -> Bound:
-    """``REDUCE_GRAD``: reduce-scatter the gradients since the last one."""
-    return Bound(action, at.sharded[action.stage].reduce)
+def shard(at: BoundPosition, action: Action) -> Bound:
+    """``UNSHARD``: start to gather the stage's parameters; ``RESHARD``: free them; ``REDUCE_GRAD``: reduce-scatter."""
+    of = at.sharded[action.stage]
+    effects = {ActionKind.UNSHARD: of.unshard, ActionKind.RESHARD: of.reshard, ActionKind.REDUCE_GRAD: of.reduce}
+    return Bound(action, effects[action.kind])
 
 
 def offload(at: BoundPosition, action: Action) -> Bound:
-    """``OFFLOAD``: start to copy what a forward has saved to the host."""
-    return Bound(action, partial(at.runner(action).flight.offload, at.plan.piece_of(action)))
+    """``OFFLOAD``: copy what a forward has saved to the host; ``RELEASE``: free it here; ``RELOAD``: copy it back."""
+    flight, piece = at.runner(action).flight, at.plan.piece_of(action)
+    if action.kind is ActionKind.OFFLOAD:
+        return Bound(action, partial(flight.offload, piece))
+    move = Offload.free if action.kind is ActionKind.RELEASE else Offload.back
 
+    def run() -> None:
+        move(flight.offloads[piece])
 
-def release(at: BoundPosition, action: Action) -> Bound:
-    """``RELEASE``: wait for that copy, and free the memory of the device."""
-    return Bound(action, partial(at.runner(action).flight.release, at.plan.piece_of(action)))
-
-
-def reload(at: BoundPosition, action: Action) -> Bound:
-    """``RELOAD``: start to copy it back, for the backward."""
-    return Bound(action, partial(at.runner(action).flight.reload, at.plan.piece_of(action)))
+    return Bound(action, run)
 
 
 EFFECTS: Mapping[ActionKind, Callable[[BoundPosition, Action], Bound]] = {
     ActionKind.F: forward,
     ActionKind.B: backward,
-    ActionKind.I: backward_inputs,
+    ActionKind.I: backward,
     ActionKind.W: backward_weights,
     ActionKind.SEND_F: send,
     ActionKind.SEND_B: send,
@@ -171,12 +147,8 @@ EFFECTS: Mapping[ActionKind, Callable[[BoundPosition, Action], Bound]] = {
     ActionKind.RECV_B: receive,
     ActionKind.COLLECTIVE: collective,
     ActionKind.REDUCE: reduce,
-    ActionKind.UNSHARD: unshard,
-    ActionKind.RESHARD: reshard,
-    ActionKind.REDUCE_GRAD: reduce_grad,
-    ActionKind.OFFLOAD: offload,
-    ActionKind.RELEASE: release,
-    ActionKind.RELOAD: reload,
+    **dict.fromkeys(SHARDING, shard),
+    **dict.fromkeys(OFFLOADING, offload),
 }
 
 

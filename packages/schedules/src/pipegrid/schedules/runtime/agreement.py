@@ -10,22 +10,17 @@ from __future__ import annotations
 
 import hashlib
 import time
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 from attrs import define, field
 
 from pipegrid.monitor import DisagreementError
+from pipegrid.plans.plan import Plan
+from pipegrid.schedules.runtime.stages.edge_queues import RecvQueue, SendQueue
+from pipegrid.transport.base import Communicator
 from pipegrid.transport.collectives.differences import by_text
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
-
-    from pipegrid.core.edge import Edge
-    from pipegrid.plans.plan import Plan
-    from pipegrid.schedules.runtime.stages.edge_queues import RecvQueue
-    from pipegrid.transport.base import Communicator
-    from pipegrid.transport.control.handshake import Handshake
+from pipegrid.transport.control.handshake import Handshake
 
 _LOOK_SECONDS, _POLL_SECONDS = 0.2, 0.005
 _DIFFERENT = "the ranks do not run the same step"
@@ -33,25 +28,16 @@ _DIFFERENT = "the ranks do not run the same step"
 
 @define(eq=False)
 class StepAgreement:
-    """Compares a step with the ranks at the other ends of this rank's edges.
+    """Compares a step with the ranks at the other ends of this rank's edges, where the communicator knows them.
 
-    Where the communicator has no ``neighbours(edges)`` (positions within one process) nothing is compared.
-
-    Attributes:
-        edges: those to other positions of this replica.
-        across: those to another replica, each with that.
-        receives: the queues whose messages are used when the ranks at their other ends are known to agree.
-        rank: this rank; None in one process.
-        deadline: seconds to wait for what a neighbour says.
+    Queues use their messages when the ranks at their other ends are known to agree.
     """
 
     plan: Plan
     communicator: Communicator
-    edges: tuple[Edge, ...]
-    across: tuple[tuple[Edge, int], ...]
-    receives: Iterable[RecvQueue]
+    queues: Sequence[RecvQueue | SendQueue]  # not the position: its stages would live until cycles are collected
     rank: int | None
-    deadline: float
+    deadline: float  # seconds to wait for what a neighbour says
     _neighbours: Sequence[Handshake] | None = field(default=None, init=False)  # before the first step
     _of_queues: list[tuple[RecvQueue, Callable[[], None]]] = field(factory=list, init=False)
     _what: str = field(default="", init=False)
@@ -60,20 +46,16 @@ class StepAgreement:
     _signature: str | None = field(default=None, init=False)
 
     def begin(self, kind: str, agree: str = "", batch: str | None = None) -> None:
-        """Tell the neighbours of a step of this ``kind`` ("a step", "an evaluation"); ``agree``: what else is compared.
+        """Tell the neighbours of a step of this ``kind`` ("a step"), and ``agree``, what else is compared.
 
-        ``batch``: signature of its batch, where messages of one that was seen before need no headers.
-
-        Raises:
-            DisagreementError: one of them is known to run something else.
-            P2PError: a lane has failed before, or the communicator was closed.
+        DisagreementError where one is known to run something else. ``batch``: signature of the step's batch, where
+        messages of one that was seen before need no headers.
         """
         if self._said != (kind, agree, batch):
-            self._said, self._batch = (kind, agree, batch), batch
-            self._what = (
-                f"{kind} of {self.plan.num_microbatches} microbatches (plan {self.plan.digest}){agree and f' {agree}'}"
-            )
-            self._signature = batch and _digest(f"{self._what} {batch}")
+            self._said, self._batch, plan = (kind, agree, batch), batch, self.plan
+            self._what = f"{kind} of {plan.num_microbatches} microbatches (plan {plan.digest}){agree and f' {agree}'}"
+            text = f"{self._what} {batch}".encode()
+            self._signature = batch and hashlib.blake2b(text, digest_size=6).hexdigest()
         if self._neighbours is None:
             self._neighbours = self._connect()
         for one in self._neighbours:
@@ -89,27 +71,25 @@ class StepAgreement:
 
     def _connect(self) -> Sequence[Handshake]:
         found: Sequence[Handshake] | None = None
-        if self.across:
-            found = self.communicator.neighbours_across(self.edges, self.across)
-        elif self.edges:
-            found = self.communicator.neighbours(self.edges)
-        for queue in () if found is None else self.receives:
-            if not queue.local:
-                own = (
-                    self.communicator.neighbours([queue.edge])
-                    if queue.replica is None
-                    else self.communicator.neighbours_across([], [(queue.edge, queue.replica)])
-                )
-                self._of_queues += [] if own is None else [(queue, partial(self._hear, own))]
+        communicator, queues = self.communicator, self.queues
+        edges = tuple(sorted({queue.edge for queue in queues if not queue.local and queue.replica is None}))
+        across = tuple(sorted({(queue.edge, queue.replica) for queue in queues if queue.replica is not None}))
+        if across:
+            found = communicator.neighbours_across(edges, across)
+        elif edges:
+            found = communicator.neighbours(edges)
+        for queue in () if found is None else queues:
+            if isinstance(queue, SendQueue):
+                continue
+            if queue.replica is not None:
+                own = communicator.neighbours_across([], [(queue.edge, queue.replica)])
+            else:
+                own = None if queue.local else communicator.neighbours([queue.edge])
+            self._of_queues += [] if own is None else [(queue, partial(self._hear, own))]
         return found or ()
 
     def end(self) -> None:
-        """Hear the neighbours that have sent nothing: before this rank's gradients are finished.
-
-        Raises:
-            DisagreementError: a neighbour runs something else.
-            P2PError: one has ended, or said nothing within the deadline.
-        """
+        """Hear the neighbours that have sent nothing, before gradients are finished; errors as of `begin`."""
         self._hear(self._neighbours or ())
         for one in () if self._batch is None else self._neighbours or ():
             one.end()
@@ -123,7 +103,7 @@ class StepAgreement:
             raise DisagreementError(self._difference(others))
 
     def look_again(self, told: str | None) -> str | None:
-        """The difference between this rank's failed step and the others', None where there is none or none is known.
+        """The known difference between this rank's failed step and the others'; None where none is known.
 
         ``told``: why a neighbour has ended this step, which it may have found out first.
         """
@@ -154,7 +134,3 @@ class StepAgreement:
             f"{_DIFFERENT}: {'; '.join(by_text(own | others))}. Give every rank the same "
             "plan, and call step() and eval() in one order; rebuild the communicator and the runtime first"
         )
-
-
-def _digest(text: str) -> str:
-    return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()

@@ -1,33 +1,122 @@
-"""One position of a plan: its stages, and a queue for each payload that they take or give."""
+"""One position of a plan: its stages, and a queue for each payload that they take or give.
+
+A passage is along which edges, and to which replicas, the data of a piece come to a stage and leave it. Where all
+replicas act alike, all pieces of a stage have one. With routes, a unit that skips a module has fewer edges than others,
+and one that moves comes from another replica, or goes there.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import torch
 
 from pipegrid.core.edge import Direction, Edge
-from pipegrid.plans.plan import OFFLOADING, SHARDING, Action, ActionKind
-from pipegrid.schedules.runtime.passages import ActorFlows, Passage, Way
-from pipegrid.schedules.runtime.stages.deallocation import Deallocation
+from pipegrid.plans.plan import OFFLOADING, SHARDING, Action, ActionKind, Plan
+from pipegrid.plans.plan.dataflow import BACKWARD, FORWARD, EdgeFlow, dataflow_of
 from pipegrid.schedules.runtime.stages.edge_queues import Output, ReceivesAhead, RecvQueue, SendQueue
 from pipegrid.schedules.runtime.stages.hooks import Hook, MessageHook
 from pipegrid.schedules.runtime.stages.in_flight import ActivationsInFlight
+from pipegrid.schedules.runtime.stages.memory import Deallocation
 from pipegrid.schedules.runtime.stages.sharded import ShardedStage
 from pipegrid.schedules.runtime.stages.shared_calls import LentQueue, SharedCalls, SummedQueue
 from pipegrid.schedules.runtime.stages.stage import Stage
 from pipegrid.schedules.runtime.stages.stage_runner import StageRunner
-from pipegrid.search.buffers import position_buffers
+from pipegrid.search.buffers import Buffered, PositionBuffers, position_buffers
 from pipegrid.search.buffers.lifetimes import lifetimes
 from pipegrid.transport import streams
+from pipegrid.transport.base import Communicator
 from pipegrid.transport.messages.slot import Slot
 
-if TYPE_CHECKING:
-    from pipegrid.plans.plan import Plan
-    from pipegrid.search.buffers import Buffered, PositionBuffers
-    from pipegrid.transport.base import Communicator
+_RECEIVES = (ActionKind.RECV_F, ActionKind.RECV_B)
+
+
+class Way(NamedTuple):
+    """One direction of an edge, as an actor has it."""
+
+    edge: Edge
+    direction: Direction
+    replica: int | None  # of the other end; None is the actor's own
+    local: bool = False  # both ends are the actor itself
+
+    @property
+    def back(self) -> Way:
+        """The way of the gradients."""
+        return self._replace(direction=BACKWARD)
+
+
+class Passage(NamedTuple):
+    """The ways by which activations come to a stage and leave it; gradients take the same ways back."""
+
+    arriving: tuple[Way, ...]
+    leaving: tuple[Way, ...]
+
+
+class ActorFlows:
+    """What comes to one actor of a plan, or position, where replicas act alike, and what leaves it.
+
+    ``receives`` and ``sends`` are all ways to and from the actor, in the order of the ``flows`` of the plan.
+    """
+
+    def __init__(self, plan: Plan, actor: int) -> None:
+        self.plan, self.actor = plan, actor
+        flows = self.flows = dataflow_of(plan)
+        self.receives = tuple(dict.fromkeys(way for flow in flows.flows for way in self._ways(flow, sends=False)))
+        self.sends = tuple(dict.fromkeys(way for flow in flows.flows for way in self._ways(flow, sends=True)))
+        self._by_message: Mapping[tuple[Edge, Direction, int], EdgeFlow] = {
+            (flow.edge, flow.direction, piece): flow
+            for flow in flows.flows
+            for piece in (flow.pieces if flows.routed else (0,))
+        }
+
+    def _ways(self, flow: EdgeFlow, *, sends: bool) -> Iterable[Way]:
+        links = [link if sends else link[::-1] for link in flow.links]
+        others = sorted(other for here, other in links if here == self.actor)
+        local = flow.group is None
+        edge, direction = flow.edge, flow.direction
+        return [Way(edge, direction, self.replica_of(other), local and other == self.actor) for other in others]
+
+    def replica_of(self, actor: int) -> int | None:
+        """The replica of another actor; None is this one's own."""
+        replica = actor // self.plan.positions_each
+        return None if replica == self.actor // self.plan.positions_each else replica
+
+    def ways_of(self, action: Action, *, sends: bool) -> tuple[Way, ...]:
+        """The ways along which an action sends or receives its messages: several, where it has several partners."""
+        assert action.edge is not None  # by Action's own validation, as the direction
+        assert action.direction is not None
+        piece = self.plan.piece_of(action) if self.flows.routed else 0
+        flow = self._by_message[action.edge, action.direction, piece]
+        return tuple(dict.fromkeys(way for way in self._ways(flow, sends=sends) if not way.local))
+
+    def passage(self, stage: int, piece: int) -> Passage:
+        """The ways of the data of ``piece`` of ``stage``, which the actor computes.
+
+        Those of one edge come in the order of the first units that they serve, in which their gradients are summed.
+        """
+        arriving, leaving = self.flows.arriving(stage, FORWARD, piece), self.flows.leaving(stage, FORWARD, piece)
+        return Passage(
+            tuple(dict.fromkeys(way for flow, _ in arriving for way in self._ways(flow, sends=False))),
+            tuple(way for flow, message in leaving for way in self._by_unit(flow, message)),
+        )
+
+    def calls(self, stage: int) -> dict[Way, dict[int, int]]:
+        """Of the ways to ``stage`` along which one call serves several pieces: by piece, that call."""
+        found: dict[Way, dict[int, int]] = defaultdict(dict)
+        for piece in self.plan.pieces_at(stage, self.actor) if self.flows.routed else ():
+            for flow, message in self.flows.arriving(stage, FORWARD, piece):
+                for way in self._ways(flow, sends=False) if flow.served else ():
+                    found[way][piece] = message
+        return found
+
+    def _by_unit(self, flow: EdgeFlow, message: int) -> Iterable[Way]:
+        first: dict[int | None, int] = {}  # by replica
+        for place in flow.destinations:
+            first.setdefault(self.replica_of(place), flow.users(message, place)[0])
+        return sorted(dict.fromkeys(self._ways(flow, sends=True)), key=lambda way: first[way.replica])
 
 
 class BoundPosition:
@@ -35,11 +124,10 @@ class BoundPosition:
 
     Attributes:
         number: of the position, or of the actor where the plan has routes.
-        receives: a queue per way by which data comes to a stage here.
-        sends: a queue per way by which data leaves a stage here.
+        receives: a queue per way by which data comes to a stage here; ``sends``: by which it leaves.
         runners: the computes of each stage here, by its number: one per passage of its pieces.
         sharded: the stages here that the plan gathers, by their number.
-        actions: of the position, in order.
+        ends: what gives back received memory, by the step in which it is read for the last time.
         in_streams: whether the device has streams, in which messages are ordered.
         deadline: of every message; None is the communicator's own.
         beside: called once in a step, behind this rank's last forward; see `PipelineRuntime.step`.
@@ -77,51 +165,32 @@ class BoundPosition:
         if self.device is not None and any(action.kind in OFFLOADING for action in self.actions):
             self._copiers = streams.new_stream(self.device), streams.new_stream(self.device)
         self._flows = ActorFlows(plan, position)
-        self._open_queues(deadline, [hook for hook in hooks if isinstance(hook, MessageHook)], clone_outputs)
+        of_all = communicator, deadline, [hook for hook in hooks if isinstance(hook, MessageHook)]
+        self.receives = {
+            way: RecvQueue(way.edge, way.direction, *of_all, local=way.local, replica=way.replica)
+            for way in self._flows.receives
+        }
+        slices, places = plan.num_slices, dict[int, list[Output]]()
+        sending = partial(SendQueue, in_streams=self.in_streams, num_slices=slices, clones=clone_outputs, places=places)
+        self.sends = {
+            way: sending(
+                way.edge, way.direction, *of_all, self.receives[way] if way.local else None, replica=way.replica
+            )
+            for way in self._flows.sends
+        }
+        self.queues: tuple[RecvQueue | SendQueue, ...] = (*self.receives.values(), *self.sends.values())
         for action in self.actions:
-            if action.kind in (ActionKind.RECV_F, ActionKind.RECV_B):
-                for queue in self.receives_of(action):
-                    queue.expected += 1
-        self._ends = self._find_ends() if reuse_buffers else {}
-        self._slots: dict[int, Slot] = {}
-        self._in_order: dict[ReceivesAhead, list[Slot | None]] = {}
+            for queue in self.receives_of(action) if action.kind in _RECEIVES else ():
+                queue.expected += 1
+        self.ends = self._find_ends() if reuse_buffers else {}
+        self.slots: dict[int, Slot] = {}  # of `buffers`, once a step has begun
+        self._in_order: dict[ReceivesAhead, list[Slot | None]] = defaultdict(list)
         self._receiving = tuple([queue for queue in self.receives.values() if queue.expected])
         self._lent: dict[Way, LentQueue] = {}
         self._summed: dict[Way, SummedQueue] = {}
         self._runner_of: dict[tuple[int, int], StageRunner] = {}
         self.runners = {number: self._runners(number, stage) for number, stage in stages.items()}
-        self._kept = (*self._queues, *self._lent.values(), *self._summed.values())
-
-    def _open_queues(self, deadline: float | None, hooks: Sequence[MessageHook], clones: bool) -> None:
-        pending: dict[int, list[Output]] = {}
-        self.receives = {
-            way: RecvQueue(
-                way.edge,
-                way.direction,
-                self.communicator,
-                deadline,
-                hooks,
-                local=way.local,
-                replica=way.replica,
-            )
-            for way in self._flows.receives
-        }
-        self.sends = {
-            way: SendQueue(
-                way.edge,
-                way.direction,
-                self.communicator,
-                deadline,
-                hooks,
-                local=self.receives[way] if way.local else None,
-                in_streams=self.in_streams,
-                num_slices=self.plan.num_slices,
-                replica=way.replica,
-                clones=clones,
-                places=pending,
-            )
-            for way in self._flows.sends
-        }
+        self._kept = (*self.queues, *self._lent.values(), *self._summed.values())
 
     def _runners(self, number: int, stage: Stage) -> tuple[StageRunner, ...]:
         """The computes of a stage, by the passages of its pieces; of the whole plan's where replicas act alike."""
@@ -136,15 +205,9 @@ class BoundPosition:
         for piece in pieces if flows.routed else (0,):
             passing.setdefault(self._flows.passage(number, piece), []).append(piece)
         edges = [edge for edge in plan.graph.stage_edges if edge.source == number]
-        flight = ActivationsInFlight(
-            number,
-            stage,
-            len(pieces),
-            plan.num_slices,
-            gradient_edges=[edge for edge in edges if edge in plan.gradient_edges],
-            splits=any(a.kind is ActionKind.I and a.stage == number for a in self.actions),
-            copiers=self._copiers,
-        )
+        answered = [edge for edge in edges if edge in plan.gradient_edges]
+        splits = any(a.kind is ActionKind.I and a.stage == number for a in self.actions)
+        flight = ActivationsInFlight(number, stage, len(pieces), plan.num_slices, answered, splits, self._copiers)
         deallocation = Deallocation(number) if self._deallocate else None
         runners: list[StageRunner] = []
         for passage, own in passing.items():
@@ -177,15 +240,8 @@ class BoundPosition:
         """The computes of an action's stage, for its piece."""
         return self._runner_of[action.stage, self.plan.piece_of(action) if self._flows.flows.routed else 0]
 
-    def is_of_another_replica(self, piece: int) -> bool:
-        """Whether a piece is of a microbatch that has moved here."""
-        routes = self.plan.routes
-        if routes is None or routes.num_replicas == 1:
-            return False
-        return routes.home(piece) != self.number // self.plan.positions_each
-
     def sends_of(self, action: Action) -> list[SendQueue]:
-        """The queues of what an action sends, one per partner in another replica or in its own."""
+        """The queues of what an action sends, one per partner."""
         return [self.sends[way] for way in self._flows.ways_of(action, sends=True)]
 
     def receives_of(self, action: Action) -> list[RecvQueue]:
@@ -193,56 +249,37 @@ class BoundPosition:
         return [self.receives[way] for way in self._flows.ways_of(action, sends=False)]
 
     def open_across(self) -> None:
-        """Open what leads to other replicas, before the first message.
-
-        Raises:
-            P2PUsageError: the communicator moves data within one replica.
-        """
-        queues = [queue for queue in self._queues if queue.replica is not None]
-        if queues:
-            sends, receives = (
-                [(queue.edge, queue.direction, queue.replica) for queue in some.values() if queue.replica is not None]
-                for some in (self.sends, self.receives)
-            )
+        """Open what leads to other replicas, before the first message; P2PUsageError where the communicator cannot."""
+        sends, receives = (
+            [(way.edge, way.direction, way.replica) for way in some if way.replica is not None]
+            for some in (self.sends, self.receives)
+        )
+        if sends or receives:
             self.communicator.open_across(sends=sends, receives=receives)
-            for queue in queues:
+        for queue in self.queues:
+            if queue.replica is not None:
                 queue.bind()
-
-    @property
-    def outside(self) -> tuple[Edge, ...]:
-        """The edges whose payloads come from or go to other positions of this replica."""
-        return tuple(sorted({queue.edge for queue in self._queues if not queue.local and queue.replica is None}))
-
-    @property
-    def across(self) -> tuple[tuple[Edge, int], ...]:
-        """The edges whose payloads come from or go to another replica, each with that."""
-        return tuple(sorted({(queue.edge, queue.replica) for queue in self._queues if queue.replica is not None}))
-
-    @property
-    def _queues(self) -> list[RecvQueue | SendQueue]:
-        return [*self.receives.values(), *self.sends.values()]
 
     # Of a step
 
     def begin(self, *, training: bool) -> None:
-        """Prepare the stages for a step; the queues are empty, as the step before has left them."""
+        """Prepare the stages for a step, whose queues are empty."""
         for runners in self.runners.values():
             for runner in runners:
                 runner.begin(training=training)
 
     def drop(self) -> None:
-        """Drop what a step that failed holds, after which there is none."""
+        """Drop what a step that failed holds."""
         for queue in self._kept:
             queue.drop()
         self.begin(training=False)
 
     def start(self, *, training: bool) -> None:
         """Post the first receives of a step, those that may come before their turn."""
-        expected: dict[ReceivesAhead, int] = {}
+        expected: dict[ReceivesAhead, int] = defaultdict(int)
         for queue in self._receiving:
             count = queue.expected if training or queue.direction is Direction.FORWARD else 0
-            ahead = queue.ahead or self._bind(queue)
-            expected[ahead] = expected.get(ahead, 0) + count
+            expected[queue.ahead or self._bind(queue)] += count
         if training and self._reuse:
             self._make_slots()
         for ahead, count in expected.items():
@@ -251,18 +288,13 @@ class BoundPosition:
     # Received memory that takes message after message
 
     def _find_ends(self) -> dict[int, list[Callable[[], None]]]:
-        """What gives back received memory, by the step after which nothing reads it."""
-        found: dict[int, list[Callable[[], None]]] = {}
+        found: dict[int, list[Callable[[], None]]] = defaultdict(list)
         for message, life in lifetimes(self.plan, self._flows.flows, self.number).items():
             queue, piece = self._queue_of(message), self.plan.piece_of(message.action)
             if life.last is not None and piece not in queue.lends:
                 queue.lends.add(piece)
-                found.setdefault(life.last, []).append(partial(RecvQueue.give_back, queue, piece))
+                found[life.last].append(partial(RecvQueue.give_back, queue, piece))
         return found
-
-    def ends_after(self, step: int) -> Sequence[Callable[[], None]]:
-        """What gives back the memory that is read in ``step`` for the last time."""
-        return self._ends.get(step, ())
 
     def _queue_of(self, message: Buffered) -> RecvQueue:
         replica = self._flows.replica_of(message.peer)
@@ -276,22 +308,18 @@ class BoundPosition:
         def lane_of(message: Buffered) -> tuple[object, int] | None:
             queue = self._queue_of(message)
             ahead = queue.ahead or self._bind(queue)
-            return (ahead, ahead.most) if ahead.takes_slots else None
+            port = ahead.port
+            return (ahead, getattr(port, "ahead", 0)) if getattr(port, "takes_slots", False) else None
 
         return position_buffers(self.plan, self.number, lane_of=lane_of, flows=self._flows.flows)
 
-    @property
-    def slots(self) -> Mapping[int, Slot]:
-        """The memory of the slots of `buffers`, once a step has begun."""
-        return self._slots
-
     def describe_slots(self) -> list[str]:
         """The slots in words, once a step has begun; which messages have none."""
-        if not self._slots:
+        if not self.slots:
             return []
         count, slotted = sum(queue.expected for queue in self._receiving), len(self.buffers.arrivals)
-        nbytes = sum(slot.nbytes for slot in self._slots.values())
-        line = f"received: {slotted} of {count} messages of a step in {len(self._slots)} slots, {nbytes:,} bytes"
+        nbytes = sum(slot.nbytes for slot in self.slots.values())
+        line = f"received: {slotted} of {count} messages of a step in {len(self.slots)} slots, {nbytes:,} bytes"
         others = sorted({str(queue.edge) for queue in self._receiving if len(queue.slots) < queue.expected})
         return [line + (f"; edges {', '.join(others)} have memory of their own" if others else "")]
 
@@ -299,15 +327,13 @@ class BoundPosition:
         """Once: the memory of each message's slot, by lane in the order in which its receives are posted."""
         if self._in_order or not self.buffers.arrivals:
             return
-        self._slots = {number: Slot() for number in sorted(self.buffers.sizes)}
+        self.slots = {number: Slot() for number in sorted(self.buffers.sizes)}
         for message, slot in self.buffers.slot_of.items():
-            self._queue_of(message).slots[self.plan.piece_of(message.action)] = self._slots[slot]
+            self._queue_of(message).slots[self.plan.piece_of(message.action)] = self.slots[slot]
         for action in self.actions:
-            if action.kind in (ActionKind.RECV_F, ActionKind.RECV_B):
-                for queue in self.receives_of(action):
-                    assert queue.ahead is not None  # by `start`
-                    own = queue.slots.get(self.plan.piece_of(action))
-                    self._in_order.setdefault(queue.ahead, []).append(own)
+            for queue in self.receives_of(action) if action.kind in _RECEIVES else ():
+                assert queue.ahead is not None  # by `start`
+                self._in_order[queue.ahead].append(queue.slots.get(self.plan.piece_of(action)))
 
     def _bind(self, queue: RecvQueue) -> ReceivesAhead:
         """Have the queues of one port, which are of several edges between two ranks, post in one order."""
@@ -325,9 +351,9 @@ class BoundPosition:
             beside()
 
     def set_deadline(self, seconds: float | None) -> None:
-        """Give every message this deadline; None is the communicator's own."""
+        """Give every message this deadline."""
         self.deadline = seconds
-        for queue in self._queues:
+        for queue in self.queues:
             queue.deadline = seconds
 
     def settle(self) -> None:

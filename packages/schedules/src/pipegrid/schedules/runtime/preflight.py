@@ -4,28 +4,21 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Collection, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pipegrid.autograd.fsdp import is_fsdp
 from pipegrid.core.errors import StepArgumentError
 from pipegrid.core.fields import shown
 from pipegrid.core.lanes import LaneSharing
-from pipegrid.plans.plan import Action, ActionKind, actions_of, require_plan
+from pipegrid.plans.plan import Action, ActionKind, Plan, actions_of, require_plan
 from pipegrid.plans.verify import Proof, dataflow_of, verify
 from pipegrid.schedules.runtime.stages.stage import modules_of
 from pipegrid.transport.base import Communicator
-
-if TYPE_CHECKING:
-    from pipegrid.plans.plan import Plan
-    from pipegrid.transport.job import JobTopology
+from pipegrid.transport.job import JobTopology
 
 
 def prove(plan: Plan | Proof, job: JobTopology) -> Proof:
-    """The proof of a plan for the lanes of ``job``: the given one, or made here.
-
-    Raises:
-        PlanError: the plan has faults.
-    """
+    """The proof of a plan for the lanes of ``job``: the given one, or made here (else PlanError)."""
     kind = job.lanes
     if not isinstance(plan, Proof):
         return verify(plan, lanes=kind)
@@ -59,11 +52,7 @@ def position_of(plan: Plan, stages: Iterable[int], replica: int | None = None) -
 
 
 def replica_of(job: JobTopology, given: int | None) -> int | None:
-    """The replica of this rank: as given, or as the communicator's ``job`` says.
-
-    Raises:
-        StepArgumentError: they differ.
-    """
+    """The replica of this rank: given, or by the communicator's ``job``; StepArgumentError where they differ."""
     known = job.replica
     if None not in (known, given) and known != given:
         raise StepArgumentError(f"replica is {given}, and the communicator is one of replica {known}; leave it out")
@@ -76,11 +65,7 @@ def reducer_name(action: Action) -> int | str:
 
 
 def require_stages(stages: Mapping[int, Any], num_slices: int) -> None:
-    """Raise for a stage that the runtime cannot call.
-
-    Raises:
-        StepArgumentError: no ``forward`` of two arguments (three with slices), or slices through sharded modules.
-    """
+    """Raise StepArgumentError unless stages have a ``forward`` of two arguments; with slices three, and no shards."""
     names = "microbatch, inputs" if num_slices == 1 else "microbatch, inputs, part"
     for number, stage in stages.items():
         sharded = [name for name, module in modules_of(stage) if is_fsdp(module)] if num_slices > 1 else []
@@ -100,13 +85,7 @@ def require_stages(stages: Mapping[int, Any], num_slices: int) -> None:
 
 
 def require_runnable(plan: Plan, position: int, communicator: Communicator, reducers: Collection[int | str]) -> None:
-    """Raise unless ``position`` of the plan can be run with these reducers and this communicator.
-
-    Raises:
-        StepArgumentError: computes alone; other reducers than those of the plan; a communicator that lacks a
-            member for the plan's messages, declares gradients otherwise, or cannot carry slices; a ``COLLECTIVE`` that
-            is missing, or that the runtime cannot execute.
-    """
+    """Raise StepArgumentError unless ``position`` of the plan can be run with these reducers and this communicator."""
     if not plan.has_communication and dataflow_of(plan).lanes:
         raise StepArgumentError(
             f"the plan has computes alone, but its {plan.num_positions} positions feed each other: lower(plan) adds "
@@ -181,11 +160,11 @@ def _shown(communicator: Communicator) -> str:
 
 
 def bare_stages(plan: Plan, position: int, stages: Iterable[int]) -> list[int]:
-    """Those of ``stages`` whose backwards do not directly follow their own forwards: see `require_bare`."""
-    return [one for one in stages if one not in plan.forward_only and not _one_at_a_time(plan, position, one)]
-
-
-def _one_at_a_time(plan: Plan, position: int, stage: int) -> bool:
-    """Whether each forward of ``stage`` is followed by its own backward, a whole one, before its next forward."""
-    order = [(a.kind, a.microbatch) for a in plan.actions(position) if a.stage == stage and a.kind.is_compute]
-    return order == [(kind, microbatch) for _, microbatch in order[::2] for kind in (ActionKind.F, ActionKind.B)]
+    """Those of ``stages`` whose whole backwards do not directly follow their own forwards: see `require_bare`."""
+    found = []
+    for stage in stages:
+        order = [(a.kind, a.microbatch) for a in plan.actions(position) if a.stage == stage and a.kind.is_compute]
+        in_turn = [(kind, microbatch) for _, microbatch in order[::2] for kind in (ActionKind.F, ActionKind.B)]
+        if stage not in plan.forward_only and order != in_turn:
+            found.append(stage)
+    return found

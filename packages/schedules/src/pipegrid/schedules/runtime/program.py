@@ -1,7 +1,4 @@
-"""The program of one position: its actions as calls in a row, bound to the queues and stages that they work on.
-
-All that a step would look up is looked up here, once: a step only calls.
-"""
+"""The program of one position: its actions as calls in a row, bound once to the queues and stages that they work on."""
 
 from __future__ import annotations
 
@@ -22,13 +19,7 @@ from pipegrid.schedules.runtime.stages.sharded import in_evaluation
 
 @frozen(eq=False)
 class Program:
-    """Calls in a row.
-
-    Attributes:
-        calls: all of them.
-        steps: the actions of each step of the plan.
-        step_of: per call, the number of its step.
-    """
+    """Calls in a row, the actions of each step of the plan, and per call the number of its step."""
 
     calls: tuple[Call, ...]
     steps: tuple[tuple[Action, ...], ...]
@@ -39,11 +30,8 @@ class Program:
 class Cursor:
     """Where a rank is in its program, for errors, the monitor and the flight recorder: the call that runs.
 
-    Attributes:
-        plan: what is run; ``position``: of this rank, or its actor.
-        rank: this rank; None in one process.
-        program: of the running step.
-        at: the number of the call; -1 before the first, and that of all calls past the last. The runtime sets both.
+    ``position``: or the actor, where the plan has routes. ``at``: the number of the call; -1 before the first, and that
+    of all calls past the last. The runtime sets it, and the ``program`` of the running step.
     """
 
     plan: Plan
@@ -55,19 +43,16 @@ class Cursor:
     @property
     def where(self) -> str:
         """The place in the plan: "position 1, step 12 of 40: 1F3"."""
+        place = f"position {self.position}"
+        if self.plan.routes is not None:
+            place = f"actor {Actor(*divmod(self.position, self.plan.positions_each)[::-1])}"
         if self.at < 0:
-            return f"{self._place}, before its first action"
+            return f"{place}, before its first action"
         if self.at >= len(self.program.calls):
-            return f"{self._place}, past its last action"
+            return f"{place}, past its last action"
         step = self.program.step_of[self.at]
         work = " ".join(map(str, self.program.steps[step]))
-        return f"{self._place}, step {step + 1} of {len(self.program.steps)}: {work}"
-
-    @property
-    def _place(self) -> str:
-        if self.plan.routes is None:
-            return f"position {self.position}"
-        return f"actor {Actor(*divmod(self.position, self.plan.positions_each)[::-1])}"
+        return f"{place}, step {step + 1} of {len(self.program.steps)}: {work}"
 
     @property
     def who(self) -> str:
@@ -77,10 +62,9 @@ class Cursor:
             action = self.program.steps[self.program.step_of[self.at]][0]
             parts.append(f"stage {action.stage}")
             if action.microbatch is not None:
-                slice_ = "" if action.slice is None else f", slice {action.slice}"
-                routes = self.plan.routes
-                unit = f"microbatch {action.microbatch}" if routes is None else f"unit {routes.name(action.microbatch)}"
-                parts.append(f"{unit}{slice_}")
+                number, routes = action.microbatch, self.plan.routes
+                parts.append(f"microbatch {number}" if routes is None else f"unit {routes.name(number)}")
+                parts += [] if action.slice is None else [f"slice {action.slice}"]
         return ", ".join(parts) or "this process"
 
 
@@ -99,33 +83,34 @@ def programs(
     if paired is not None:
         _require_interleavable(at)
     steps = [[bind(at, action, registered) for action in actions_of(step)] for step in at.plan.positions[at.number]]
-    forwards_of = [list(bounds) for bounds in steps]
-    for number, bounds in enumerate(steps):
-        if ends := at.ends_after(number):
-            bounds[-1] = evolve(bounds[-1], after=tuple(ends))
     gathers = in_evaluation([bounds[0].action for bounds in steps]) if at.sharded else ()
     forwards = [
         [bound for bound in bounds if place in gathers or _goes_forward(bound.action)]
-        for place, bounds in enumerate(forwards_of)
+        for place, bounds in enumerate(steps)
     ]
+    for number, bounds in enumerate(steps):
+        _follow(bounds, *at.ends.get(number, ()))
     for own in (steps, forwards):
         _call_beside(at, own)
-        first = next((bounds for bounds in own if any(not bound.action.kind.is_compute for bound in bounds)), None)
-        if first is not None:
-            first[-1] = evolve(first[-1], after=(*first[-1].after, *announce))
+        messages = (bounds for bounds in own if any(not bound.action.kind.is_compute for bound in bounds))
+        _follow(next(messages, []), *announce)
     return _program(at, steps, hooks, paired), _program(at, forwards, hooks, paired)
+
+
+def _follow(bounds: list[Bound], *calls: Call) -> None:
+    """Have ``calls`` follow the last of ``bounds``."""
+    if bounds and calls:
+        bounds[-1] = evolve(bounds[-1], after=(*bounds[-1].after, *calls))
 
 
 def _call_beside(at: BoundPosition, steps: list[list[Bound]]) -> None:
     """Have `BoundPosition.call_beside` follow the last forward and, so that it delays none, the send behind it."""
     kinds = [{bound.action.kind for bound in bounds} for bounds in steps]
     last = max((number for number, held in enumerate(kinds) if ActionKind.F in held), default=None)
-    if last is None:
-        return
-    sends = {ActionKind.SEND_F, ActionKind.SEND_B, ActionKind.COLLECTIVE}
-    place = next((number for number in range(last, len(steps)) if kinds[number] & sends), last)
-    bounds = steps[place]
-    bounds[-1] = evolve(bounds[-1], after=(*bounds[-1].after, at.call_beside))
+    if last is not None:
+        sends = {ActionKind.SEND_F, ActionKind.SEND_B, ActionKind.COLLECTIVE}
+        place = next((number for number in range(last, len(steps)) if kinds[number] & sends), last)
+        _follow(steps[place], at.call_beside)
 
 
 def _require_interleavable(at: BoundPosition) -> None:
@@ -172,7 +157,6 @@ def _program(
 
 
 def _with_hooks(bound: Bound, hooks: Sequence[Hook]) -> list[Call]:
-    """The call of an action, each hook around it."""
     before = [partial(hook.before, bound.action) for hook in hooks]
     return [*before, bound.run, *(partial(hook.after, bound.action) for hook in hooks)]
 

@@ -1,8 +1,4 @@
-"""Execute a verified plan: exactly its actions, in its order.
-
-A plan says what this rank's position does, a `Stage` what a forward is; a `Communicator` moves payloads along edges.
-At construction every action is bound to what it does, so that a step only calls.
-"""
+"""Execute a verified plan: exactly its actions, in its order. Each is bound once to what it does; a step only calls."""
 
 from __future__ import annotations
 
@@ -12,22 +8,21 @@ from contextlib import ExitStack
 from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import Annotated, Any, cast
 
 import torch
 from attrs import evolve
 
 from pipegrid.autograd import compiled_modules
+from pipegrid.core.edge import Edge
 from pipegrid.core.errors import StepArgumentError
 from pipegrid.core.fields import Seconds, checked, instance
-from pipegrid.monitor import FIRST_STEP_SECONDS, JobFailedError
-from pipegrid.plans.plan import ActionKind
+from pipegrid.monitor import FIRST_STEP_SECONDS, JobFailedError, Monitor
+from pipegrid.plans.plan import Action, ActionKind, Plan
 from pipegrid.plans.simulate import simulate, unit_costs
 from pipegrid.plans.verify import Proof
 from pipegrid.schedules.runtime.actions import Call, Effect, PairEffect
 from pipegrid.schedules.runtime.agreement import StepAgreement
-from pipegrid.schedules.runtime.failures import line_of
-from pipegrid.schedules.runtime.flight_recorder import FlightRecorder
 from pipegrid.schedules.runtime.position import BoundPosition
 from pipegrid.schedules.runtime.preflight import (
     bare_stages,
@@ -39,34 +34,23 @@ from pipegrid.schedules.runtime.preflight import (
 )
 from pipegrid.schedules.runtime.program import Cursor, programs
 from pipegrid.schedules.runtime.stages.hooks import Hook
-from pipegrid.schedules.runtime.stages.stage import require_bare
-from pipegrid.schedules.runtime.step_failures import PipelineError, StepFailures
+from pipegrid.schedules.runtime.stages.stage import Stage, require_bare
+from pipegrid.schedules.runtime.step_failures import FlightRecorder, PipelineError, StepFailures, line_of
 from pipegrid.schedules.runtime.warm_up import warm_up_stages
-from pipegrid.transport.base import as_communicator
+from pipegrid.search.buffers import PositionBuffers
+from pipegrid.transport.base import Communicator, as_communicator
+from pipegrid.transport.protocol import Payload, PipelineCommunicator
 from pipegrid.transport.streams import has_streams
-
-if TYPE_CHECKING:
-    from pipegrid.core.edge import Edge
-    from pipegrid.monitor import Monitor
-    from pipegrid.plans.plan import Action, Plan
-    from pipegrid.schedules.runtime.stages.stage import Stage
-    from pipegrid.search.buffers import PositionBuffers
-    from pipegrid.transport.base import Communicator
-    from pipegrid.transport.protocol import Payload, PipelineCommunicator
 
 _Stages = Annotated[Any, instance(Mapping, "a dict of this rank's stages by global number")]
 _Hook = Annotated[Any, instance(Hook, "a hook with before(action) and after(action)")]
 _Effect = Annotated[Any, instance(Callable, "a function of an action and of what runs it")]
 _Scale = Annotated[Any, instance(Callable, "a function from a loss to the scaled loss")]
 
-_COMPILATION = 600.0
-
 
 def _rank_of(communicator: Communicator, monitor: Monitor | None) -> int | None:
     """This rank, as the communicator, the monitor or the default process group knows it; None in one process."""
-    rank = communicator.rank
-    if rank is None and monitor is not None:
-        return monitor.rank
+    rank = monitor.rank if communicator.rank is None and monitor is not None else communicator.rank
     if rank is None and torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_rank()
     return rank
@@ -168,13 +152,7 @@ class PipelineRuntime:
         self._program, self._forwards = programs(self._bound, self._hooks, self._effects, self._paired, self._announce)
         rank = _rank_of(communicator, monitor)
         self._agreement = StepAgreement(
-            self.plan,
-            communicator,
-            self._bound.outside,
-            self._bound.across,
-            tuple(self._bound.receives.values()),
-            rank,
-            deadline or communicator.deadline,
+            self.plan, communicator, self._bound.queues, rank, deadline or communicator.deadline
         )
         self._recorder = FlightRecorder(None if failure_dir is None else Path(failure_dir), rank, communicator)
         self._cursor = Cursor(self.plan, rank, self.position, self._program)
@@ -243,27 +221,20 @@ class PipelineRuntime:
     def describe(self) -> str:
         """What is proved of the plan and, after a step, the memory of received messages where that is used again.
 
-        And which stages do not run their backwards in halves as planned.
-
-        The cost of that is in forwards of a position, where ``F``, ``I`` and ``W`` take one each.
+        And which stages do not run their backwards in halves as planned; what that costs is in forwards of a position,
+        where ``F``, ``I`` and ``W`` take one each.
         """
         lines = [str(self.proof), *self._bound.describe_slots()]
         whole = [number for number, own in self._bound.runners.items() if any(runner.compiled for runner in own)]
         if whole:
             costs, count = unit_costs(self.plan), self.plan.num_stages
             shares = costs.per_stage("I", count)
-            changed = evolve(
-                costs,
-                I=[2 * share if stage in whole else share for stage, share in enumerate(shares)],
-                W=[0.0 if stage in whole else share for stage, share in enumerate(shares)],
-            )
+            at_i = [2 * share if stage in whole else share for stage, share in enumerate(shares)]
+            changed = evolve(costs, I=at_i, W=[0.0 if stage in whole else share for stage, share in enumerate(shares)])
             before, after = (simulate(self.plan, each).makespan for each in (costs, changed))
-            lines += [
-                f"stage {number}: a compiled region runs whole at I ("
-                f"{', '.join(compiled_modules(getattr(self._stages[number], 'model', None))) or 'in the stage'}), and "
-                "W computes nothing"
-                for number in whole
-            ]
+            for number in whole:
+                regions = ", ".join(compiled_modules(getattr(self._stages[number], "model", None))) or "in the stage"
+                lines.append(f"stage {number}: a compiled region runs whole at I ({regions}), and W computes nothing")
             lines.append(f"with whole backwards there, a step takes {after:g} forwards in place of {before:g}")
         return "\n".join(lines)
 
@@ -364,7 +335,11 @@ class PipelineRuntime:
                 self._cold.discard(grad)
             cursor.program, cursor.at = program, -1
             if self._monitor is not None:
-                self._watch()
+                try:
+                    self._monitor.begin(self.plan, where=lambda: self.where, abort=self._failures.abort)
+                except JobFailedError as error:
+                    self._recorder.record(self.plan, str(error), line_of(error), self.where)
+                    raise
             try:
                 if start is not None:  # first: a neighbour's difference could end one replica, and leave another in it
                     start()
@@ -395,22 +370,10 @@ class PipelineRuntime:
         finally:
             self._one_step.release()
 
-    def _watch(self) -> None:
-        """Have the monitor watch this step."""
-        assert self._monitor is not None
-        try:
-            self._monitor.begin(self.plan, where=lambda: self.where, abort=self._failures.abort)
-        except JobFailedError as error:
-            self._recorder.record(self.plan, str(error), line_of(error), self.where)
-            raise
-
     def _allow_compilation(self, *, first: bool) -> None:
-        """Messages of the first step have at least 600 s where stages are compiled, on CUDA 30 minutes.
-
-        Neighbours compile meanwhile, load their kernels and connect.
-        """
+        """Messages of the first step have at least 600 s where stages are compiled, on CUDA 30 minutes to load."""
         models = [getattr(stage, "model", None) for stage in self._stages.values()]
-        least = _COMPILATION if any(map(compiled_modules, models)) else 0.0
+        least = 600.0 if any(map(compiled_modules, models)) else 0.0
         if has_streams(self._communicator.device or torch.device("cpu")):
             least = FIRST_STEP_SECONDS
         patient = first and least > 0

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -28,9 +28,11 @@ import torch.distributed as dist
 from pipegrid.core.errors import StepArgumentError
 from pipegrid.plans.plan import Action
 from pipegrid.schedules.errors import StageOutputError
+from pipegrid.schedules.runtime.warm_up import generator_states
 from pipegrid.transport import streams
 from pipegrid.transport.collectives.starting import start, wait_inside
 
+Aside: TypeAlias = Callable[[str], AbstractContextManager[object]]
 FORWARD, BACKWARD = 0, 1
 _here: dict[int, tuple[_Pair, int]] = {}  # by thread: the pair that runs there, and which half of it
 _on_devices: list[_Pair] = []  # those whose backwards run in threads of the device
@@ -41,7 +43,6 @@ class Work(Protocol):
 
     def wait(self) -> Any:
         """Hold the caller (on a device: its stream) until it is done."""
-        ...
 
 
 class TakeTurns:
@@ -61,12 +62,7 @@ class TakeTurns:
             `Recorder.aside` shows it in a timeline, as ``dispatch of F``.
     """
 
-    def __init__(
-        self,
-        *,
-        device: torch.device | None = None,
-        aside: Callable[[str], AbstractContextManager[object]] | None = None,
-    ) -> None:
+    def __init__(self, *, device: torch.device | None = None, aside: Aside | None = None) -> None:
         self._device, self._aside = device, aside
         # One thread for all pairs: a new one would make the threads of its operators anew.
         self._helper = ThreadPoolExecutor(1, thread_name_prefix="pipegrid-pair")
@@ -89,49 +85,26 @@ class TakeTurns:
         finally:
             if on_device:
                 _on_devices.remove(both)
-        both.numbers.restore(both.kept[FORWARD])
+        both.restore(FORWARD)
         if both.error is not None:
             raise both.error
-
-
-class _Numbers:
-    """The states of the random number generators that a stage draws from."""
-
-    def __init__(self, device: torch.device | None) -> None:
-        self._device = device if device is not None and device.type != "cpu" else None
-        self._own = None if self._device is None else torch.get_device_module(self._device.type)
-
-    def keep(self) -> list[torch.Tensor]:
-        return [torch.get_rng_state(), *([] if self._own is None else [self._own.get_rng_state(self._device)])]
-
-    def restore(self, states: Sequence[torch.Tensor]) -> None:
-        torch.set_rng_state(states[0])
-        if self._own is not None:
-            self._own.set_rng_state(states[1], self._device)
 
 
 class _Pair:
     """A pair that runs: whose turn it is, by a lock for each half, which is held while the half waits."""
 
-    def __init__(
-        self,
-        actions: Sequence[Action],
-        device: torch.device | None,
-        aside: Callable[[str], AbstractContextManager[object]] | None,
-    ) -> None:
-        self.actions, self.aside, self.numbers = actions, aside, _Numbers(device)
+    def __init__(self, actions: Sequence[Action], device: torch.device | None, aside: Aside | None) -> None:
+        self.actions, self.aside = actions, aside
+        self._devices = [] if device is None or device.type == "cpu" else [device]
         self.error: BaseException | None = None
         self.ended = [False, False]
-        self.kept = [self.numbers.keep()] * 2
+        self.kept = [generator_states(self._devices)] * 2
         self._turns = [threading.Lock(), threading.Lock()]
         self._turns[FORWARD].acquire()
         self._grad = torch.is_grad_enabled()
         self._stream = None if device is None else streams.current_stream(device)
-        self._casts = [
-            (kind, torch.get_autocast_dtype(kind))
-            for kind in dict.fromkeys(("cpu", "cpu" if device is None else device.type))
-            if torch.is_autocast_enabled(kind)
-        ]
+        kinds = dict.fromkeys(("cpu", "cpu" if device is None else device.type))
+        self._casts = [(kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind)]
 
     def run(self, half: int, compute: Callable[[], None]) -> None:
         """Run one half in this thread, from its first turn to its end."""
@@ -139,14 +112,14 @@ class _Pair:
         self._turns[half].acquire()
         _here[thread] = self, half
         try:
-            self.numbers.restore(self.kept[half])
+            self.restore(half)
             if self.error is None:
                 compute()
         except BaseException as error:  # noqa: BLE001 -- raised by the caller's thread
             self.error = self.error or error
         finally:
             del _here[thread]
-            self.kept[half], self.ended[half] = self.numbers.keep(), True
+            self.kept[half], self.ended[half] = generator_states(self._devices), True
             if not self.ended[1 - half]:
                 self._turns[1 - half].release()
 
@@ -162,18 +135,17 @@ class _Pair:
     def hand_over(self, half: int) -> None:
         """Let the other half run to its next point, or to its end."""
         if not self.ended[1 - half]:
-            self.kept[half] = self.numbers.keep()
+            self.kept[half] = generator_states(self._devices)
             self._turns[1 - half].release()
             self._turns[half].acquire()
-            self.numbers.restore(self.kept[half])
+            self.restore(half)
         if self.error is not None:
             raise StageOutputError(f"{self.actions[half]} ends, as {self.actions[1 - half]} has failed beside it")
 
-    def under_way(self, point: str, half: int) -> AbstractContextManager[object]:
-        """The block in which what a half has started is under way."""
-        if self.aside is None:
-            return contextlib.nullcontext()
-        return self.aside(f"{point} of {self.actions[half].kind}")
+    def restore(self, half: int) -> None:
+        """Let the random numbers of a half go on."""
+        for restore in self.kept[half]:
+            restore()
 
 
 def _half() -> tuple[_Pair, int] | None:
@@ -204,7 +176,7 @@ def hand_over(point: str, work: Work | None = None) -> None:
         _wait(work)
         return
     pair, half = found
-    with pair.under_way(point, half):
+    with contextlib.nullcontext() if pair.aside is None else pair.aside(f"{point} of {pair.actions[half].kind}"):
         pair.hand_over(half)
         _wait(work)
 
@@ -217,12 +189,7 @@ def _wait(work: Work | None) -> None:
 
 
 def exchange_tokens(
-    tokens: torch.Tensor,
-    group: dist.ProcessGroup | None,
-    *,
-    sends: Sequence[int],
-    receives: Sequence[int],
-    point: str,
+    tokens: torch.Tensor, group: dist.ProcessGroup | None, *, sends: Sequence[int], receives: Sequence[int], point: str
 ) -> torch.Tensor:
     """Send rows of ``tokens`` to the ranks of ``group``, and hand over while they travel: dispatch, and combine.
 

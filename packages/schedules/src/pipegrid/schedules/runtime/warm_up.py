@@ -10,19 +10,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
+from pipegrid.core.edge import Edge
 from pipegrid.core.errors import StepArgumentError
+from pipegrid.schedules.runtime.position import BoundPosition
 from pipegrid.schedules.runtime.stages.payloads import flatten, map_tensors
 from pipegrid.schedules.runtime.stages.stage import Forwarded, modules_of
-
-if TYPE_CHECKING:
-    from pipegrid.core.edge import Edge
-    from pipegrid.schedules.runtime.position import BoundPosition
-    from pipegrid.transport.protocol import Payload
+from pipegrid.transport.protocol import Payload
 
 
 def warm_up(modules: nn.Module | Iterable[nn.Module], forward: Callable[[], Any], *, backward: bool = True) -> None:
@@ -57,6 +55,15 @@ def warm_up(modules: nn.Module | Iterable[nn.Module], forward: Callable[[], Any]
             torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
 
 
+def generator_states(devices: Iterable[torch.device]) -> list[Callable[[], None]]:
+    """What restores the random number generators of the CPU and of other ``devices`` to their state now."""
+    found: list[Callable[[], None]] = [partial(torch.set_rng_state, torch.get_rng_state())]
+    for device in devices:
+        of_kind = torch.get_device_module(device.type)
+        found.append(partial(of_kind.set_rng_state, of_kind.get_rng_state(device), device))
+    return found
+
+
 @contextmanager
 def _unchanged(modules: list[nn.Module]) -> Iterator[None]:
     """Restore gradients, buffers and random number generators after the block, also where it raises."""
@@ -64,10 +71,8 @@ def _unchanged(modules: list[nn.Module]) -> Iterator[None]:
     buffers = list({id(one): one for module in modules for one in module.buffers()}.values())
     devices = {one.device for one in (*parameters, *buffers) if one.device.type not in ("cpu", "meta")}
     with ExitStack() as restoring:
-        restoring.callback(torch.set_rng_state, torch.get_rng_state())
-        for device in devices:
-            of_kind = torch.get_device_module(device.type)
-            restoring.callback(of_kind.set_rng_state, of_kind.get_rng_state(device), device)
+        for restore in generator_states(devices):
+            restoring.callback(restore)
         for buffer in buffers:
             restoring.callback(_write, buffer, buffer.detach().clone())
         for parameter in parameters:
@@ -81,9 +86,9 @@ def _unchanged(modules: list[nn.Module]) -> Iterator[None]:
         yield
 
 
+@torch.no_grad()
 def _write(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    with torch.no_grad():
-        tensor.copy_(value)
+    tensor.copy_(value)
 
 
 def warm_up_stages(bound: BoundPosition, payloads: Mapping[Edge, Payload]) -> None:

@@ -11,7 +11,7 @@ from pipegrid.core.errors import StepArgumentError
 from pipegrid.core.fields import checked_fields, instance
 
 Unit = tuple[int, int]
-"""The home replica of a microbatch, and its number there."""
+"""The home replica of a microbatch, and its number there; in this order units are added."""
 
 _Load = Annotated[Callable[[int, int], Any], instance(Callable, "a function of a replica and a microbatch")]
 

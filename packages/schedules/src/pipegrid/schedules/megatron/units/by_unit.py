@@ -10,8 +10,9 @@ One copy of the gradients per unit, and as many all-reduces as units: for tests.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from itertools import product
+from typing import Any
 
 import torch
 from attrs import define, field
@@ -23,23 +24,16 @@ from pipegrid.gradients.reduction.reduce import GradientReduction
 from pipegrid.gradients.reduction.tied import TiedParameters
 from pipegrid.monitor.collectives import Waiting
 from pipegrid.plans.plan import Action, ActionKind
-
-Unit: TypeAlias = tuple[int, int]
-"""The home replica of a microbatch, and its number there; in this order units are added."""
+from pipegrid.schedules.megatron.units.batches import Unit
 
 _BACKWARDS = (ActionKind.B, ActionKind.I, ActionKind.W)
 
 
 @define(eq=False)
 class UnitGradients:
-    """A hook of the runtime that takes the gradients of each backward away, and adds them when all are there.
+    """A hook of one step that takes the gradients of each backward away, and adds them when all are there.
 
-    It serves one step.
-
-    Attributes:
-        models: of this rank, by stage.
-        units: all of the step, ascending.
-        unit_of: the unit of a stage's microbatch, as the plan numbers it.
+    ``units``: all of the step, ascending; ``unit_of``: that of a stage's microbatch, as the plan numbers it.
     """
 
     models: Mapping[int, torch.nn.Module]
@@ -81,23 +75,18 @@ class UnitGradients:
         self, parameters: Collection[torch.nn.Parameter], stages: Iterable[int], sum_over_ranks: Callable[[], None]
     ) -> None:
         totals: dict[int, torch.Tensor] = {}
-        for key in self._keys(stages):
+        # A stage of a unit at a time: of a parameter on several stages, the order of their ranks does not matter.
+        for key in product(self.units, stages):
             held = self._held.get(key, {})
             for parameter in parameters:
-                gradient = held.get(id(parameter))
-                if gradient is not None:
-                    add_gradient(parameter, gradient)
+                if id(parameter) in held:
+                    add_gradient(parameter, held[id(parameter)])
             sum_over_ranks()
             for parameter in parameters:
                 _move_gradient(parameter, totals)
         for parameter in parameters:
             if id(parameter) in totals:
                 add_gradient(parameter, totals[id(parameter)])
-
-    def _keys(self, stages: Iterable[int]) -> Iterator[tuple[Unit, int]]:
-        """A stage of a unit at a time: of a parameter on several stages, the order of their ranks does not matter."""
-        stages = tuple(stages)
-        return ((unit, stage) for unit in self.units for stage in stages)
 
 
 def require_addable_by_unit(reduction: GradientReduction | None, config: Any) -> None:
@@ -108,13 +97,9 @@ def require_addable_by_unit(reduction: GradientReduction | None, config: Any) ->
             "finalize_model_grads_func"
         )
     if getattr(config, "defer_embedding_wgrad_compute", False):
-        raise GradientError(
-            "config.grad_add is 'by_unit', and defer_embedding_wgrad_compute makes one of several units"
-        )
+        raise GradientError("config.grad_add is 'by_unit'; defer_embedding_wgrad_compute joins units")
     if any(each.marks.tie is not None and not each.marks.tie.over_replicas for each in reduction.layout.trained):
-        raise GradientError(
-            "config.grad_add is 'by_unit', and a parameter is tied within each replica (group=): tie it with grids="
-        )
+        raise GradientError("config.grad_add is 'by_unit', and a parameter is tied in a replica (group=): use grids=")
 
 
 @torch.no_grad()

@@ -1,49 +1,36 @@
-"""The payloads of the edges at one position, by piece: received, kept for their send, and under way.
-
-A piece is a microbatch, or one slice of it where a plan cuts microbatches along the sequence (`Plan.piece_of`).
-"""
+"""The payloads of the edges at one position, by piece (a microbatch, or a slice of it): received, sent, under way."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from attrs import define, field
 
 from pipegrid.core.edge import Direction, Edge
+from pipegrid.plans.plan.actions import Action
 from pipegrid.reshard import SPLIT_SIZES
 from pipegrid.schedules.errors import StageOutputError
-from pipegrid.schedules.runtime.stages.payloads import flatten, map_tensors, unpacked
-from pipegrid.schedules.runtime.stages.reused import is_shared, num_holders
-from pipegrid.transport.protocol import ReusableReceive
-
-if TYPE_CHECKING:
-    from pipegrid.plans.plan.actions import Action
-    from pipegrid.schedules.runtime.stages.deallocation import PendingFree
-    from pipegrid.schedules.runtime.stages.hooks import MessageHook
-    from pipegrid.transport.base import Communicator, Port
-    from pipegrid.transport.messages.slot import Slot
-    from pipegrid.transport.protocol import Handle, Payload, ReceiveHandle
+from pipegrid.schedules.runtime.stages.hooks import MessageHook
+from pipegrid.schedules.runtime.stages.memory import PLAIN, PendingFree, is_shared, num_holders
+from pipegrid.schedules.runtime.stages.payloads import flatten, map_tensors, piece_name, unpacked
+from pipegrid.transport.base import Communicator, Port
+from pipegrid.transport.messages.slot import Slot
+from pipegrid.transport.protocol import Handle, Payload, ReceiveHandle, ReusableReceive
 
 _UNDER_WAY = 2
 _SMALL_UNDER_WAY = 16
 _SMALL_BYTES = 64 * 1024
-_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
 @define(eq=False)
 class ReceivesAhead:
     """The receives of one port, in the order of the plan, whichever edges it serves.
 
-    Where the port allows it (`P2PConfig.receives_ahead`), the next ones are posted before their turn, from the start of
-    a step on: a message then finds its buffer. They are receives of this step, so none is left over.
-
-    Attributes:
-        port: of one or several edges.
-        early: those that are posted, and whose turn has not come.
-        unposted: how many of the step are not.
+    Where the port allows it (`P2PConfig.receives_ahead`), the next ones of a step are posted before their turn: a
+    message then finds its buffer. ``early``: those that are posted, and whose turn has not come; ``unposted``: how many
+    of the step are not.
     """
 
     port: Port
@@ -55,18 +42,8 @@ class ReceivesAhead:
     def __attrs_post_init__(self) -> None:
         self.irecv = self.port.irecv
 
-    @property
-    def takes_slots(self) -> bool:
-        """Whether its receives can be posted to slots."""
-        return getattr(self.port, "takes_slots", False)
-
-    @property
-    def most(self) -> int:
-        """How many are posted before their turn."""
-        return getattr(self.port, "ahead", 0)
-
     def start(self, expected: int, slots: Sequence[Slot | None] = ()) -> None:
-        """Post the first ones of a step that ``expected`` so many; ``slots``: where they are to arrive, in order."""
+        """Post the first ones of a step that has ``expected``; ``slots``: where they are to arrive, in order."""
         if slots:
             self._slots = iter(slots)
         self.irecv = self._to_slot if slots else self.port.irecv
@@ -89,8 +66,10 @@ class RecvQueue:
     Attributes:
         replica: that of the other end; None is this rank's own.
         expected: the receives of the plan.
-        ahead: posts the receives of the port, before their turn where it allows that.
         agree: called before the first message of a step is used: raises unless the ranks that sent it run this step.
+        lends: the pieces whose buffers the plan gives back, where nothing reads them any more.
+        slots: where pieces arrive, if not in memory of a lane.
+        source: the queue at the other end, of a stage on the same position.
     """
 
     edge: Edge
@@ -100,13 +79,10 @@ class RecvQueue:
     hooks: Sequence[MessageHook] = ()
     local: bool = False
     lends: set[int] = field(factory=set, init=False)
-    """The pieces whose buffers the plan gives back, where nothing reads them any more."""
     slots: dict[int, Slot] = field(factory=dict, init=False)
-    """Where pieces arrive, if not in memory of a lane."""
     ahead: ReceivesAhead | None = field(default=None, init=False)
     _lent: dict[int, tuple[ReusableReceive, list[tuple[torch.Tensor, int]]]] = field(factory=dict, init=False)
     source: SendQueue | None = field(default=None, init=False)
-    """The queue at the other end, of a stage on the same position."""
     replica: int | None = None
     expected: int = 0
     agree: Callable[[], None] | None = None
@@ -178,18 +154,11 @@ class RecvQueue:
 
 @define(eq=False)
 class Output:
-    """A tensor that a stage has returned, before its message is seen to have left.
+    """A tensor that a stage has returned, before its message is seen to have left."""
 
-    Attributes:
-        tensor: without its graph.
-        version: the count of changes in place, which tensors of one memory share; None where torch has none.
-        address: of its memory; 0 where the same may come again unchanged.
-        piece: which, and ``queue``, where from.
-    """
-
-    tensor: torch.Tensor
-    version: int | None
-    address: int
+    tensor: torch.Tensor  # without its graph
+    version: int | None  # the count of changes in place, which tensors of one memory share; None where torch has none
+    address: int  # of its memory; 0 where the same may come again unchanged
     piece: int
     queue: SendQueue
 
@@ -198,7 +167,7 @@ class Output:
         queue = self.queue
         stage, direction = queue.returned_by
         what = "its output" if direction is Direction.FORWARD else "the gradient of its input"
-        name = self.piece if queue.num_slices == 1 else "{}.{}".format(*divmod(self.piece, queue.num_slices))
+        name = piece_name(self.piece, queue.num_slices)
         return StageOutputError(
             f"stage {stage} wrote again into {what} of microbatch {name} before edge {queue.edge} had carried it; "
             "return a tensor of its own for each microbatch, such as output.clone(), or set clone_outputs=True"
@@ -219,8 +188,7 @@ class SendQueue:
     for sends that block until received) and bounds the memory that messages hold. Of sends of at most 64 KB it is 16,
     where no hook asks for their ends, since several waits in a row cost little more than one.
     On a device with streams (``in_streams``) no send is waited for before the end of the step: the host's lead bounds
-    those under way. ``replica``: that of the other end; None is this rank's own. ``places``: what is pending of all
-    queues of a position, by address.
+    those under way. ``places``: what is pending of all queues of a position, by address.
     """
 
     edge: Edge
@@ -260,11 +228,7 @@ class SendQueue:
         return self._isend
 
     def put(self, piece: int, payload: Payload, pending: PendingFree | None = None) -> None:
-        """Keep ``payload`` until it is sent or taken.
-
-        Raises:
-            StageOutputError: a pending output of another forward or backward is in the same memory.
-        """
+        """Keep ``payload`` until it is sent or taken; StageOutputError where another one is pending in its memory."""
         if isinstance(payload, torch.Tensor):
             output = self._output(piece, payload)
             self.pending[piece] = output.tensor, (output,)
@@ -281,7 +245,7 @@ class SendQueue:
 
     def _output(self, piece: int, tensor: torch.Tensor) -> Output:
         own, version, address = tensor, None, 0
-        plain = type(tensor) in _PLAIN and tensor.layout is torch.strided
+        plain = type(tensor) in PLAIN and tensor.layout is torch.strided
         # Autograd may have given a gradient's memory to a parameter too, whose next one is added in place.
         if self.clones or (plain and self.direction is Direction.BACKWARD and is_shared(tensor)):
             own = tensor.detach().clone()
@@ -349,11 +313,7 @@ class SendQueue:
                 pending.sent()
 
     def payload(self, piece: int) -> Payload:
-        """The pending payload of ``piece``.
-
-        Raises:
-            StageOutputError: the stage has written into it.
-        """
+        """The pending payload of ``piece``; StageOutputError where the stage has written into it."""
         payload, outputs = self.pending[piece]
         for output in outputs:
             if output.version is not None and output.version != output.tensor._version:  # noqa: SLF001
@@ -361,11 +321,7 @@ class SendQueue:
         return payload
 
     def end(self, piece: int) -> Payload:
-        """The payload of ``piece``, which is no longer pending: it was carried.
-
-        Raises:
-            StageOutputError: the stage has written into it.
-        """
+        """`payload` of ``piece``, which is no longer pending: it was carried."""
         payload, outputs = self.pending.pop(piece)
         for output in outputs:
             if output.version is not None and output.version != output.tensor._version:  # noqa: SLF001

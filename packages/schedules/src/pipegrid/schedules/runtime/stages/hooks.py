@@ -11,8 +11,6 @@ import torch
 from pipegrid.plans.plan.actions import Action
 from pipegrid.transport import streams
 
-_MICROBATCHES_AHEAD = 3
-
 
 @runtime_checkable
 class Hook(Protocol):
@@ -20,11 +18,9 @@ class Hook(Protocol):
 
     def before(self, action: Action) -> None:
         """The action's inputs are there; it starts now."""
-        ...
 
     def after(self, action: Action) -> None:
         """The action is done (a message: posted)."""
-        ...
 
 
 @runtime_checkable
@@ -33,7 +29,6 @@ class MessageHook(Hook, Protocol):
 
     def completed(self, action: Action) -> None:
         """The message of ``action`` has arrived, or has left."""
-        ...
 
 
 class ProfilerRanges:
@@ -64,11 +59,10 @@ class HostLead:
     a verified plan, on the other positions.
     """
 
-    def __init__(self, actions: Iterable[Action], device: torch.device, most: int = _MICROBATCHES_AHEAD) -> None:
+    def __init__(self, actions: Iterable[Action], device: torch.device, most: int = 3) -> None:
         computes = [action for action in actions if action.kind.is_compute]
         self._last = frozenset({action.microbatch: action for action in computes}.values())
-        self._device = device
-        self._most = most
+        self._device, self._most = device, most
         self._pending: deque[Sequence[Any]] = deque()
 
     def before(self, action: Action) -> None:

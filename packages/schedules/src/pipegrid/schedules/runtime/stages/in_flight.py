@@ -1,12 +1,9 @@
-"""What a stage holds of its pieces between a forward and its backward.
-
-A piece is a microbatch, or one slice of it where a plan cuts microbatches along the sequence (`Plan.piece_of`).
-"""
+"""What a stage holds of its pieces (microbatches, or slices of them) between a forward and its backward."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from attrs import define, field
@@ -14,15 +11,13 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from pipegrid.autograd import WeightHalf, input_path_of, require_splittable
+from pipegrid.core.edge import Edge
 from pipegrid.schedules.errors import StageOutputError
 from pipegrid.schedules.runtime.stages.offload import Offload
-from pipegrid.schedules.runtime.stages.payloads import flatten
+from pipegrid.schedules.runtime.stages.payloads import flatten, piece_name
 from pipegrid.schedules.runtime.stages.slices import Kept, Slice
 from pipegrid.schedules.runtime.stages.stage import Stage, check_loss, modules_of, trainable
-
-if TYPE_CHECKING:
-    from pipegrid.core.edge import Edge
-    from pipegrid.transport.protocol import Payload
+from pipegrid.transport.protocol import Payload
 
 
 class Root(NamedTuple):
@@ -36,16 +31,10 @@ class InFlight(NamedTuple):
     """A piece between its forward and its backward: the start and the end of the backward.
 
     Without the outputs: the graph keeps those that it needs, and the others go after their send.
-
-    Attributes:
-        inputs: per edge that carries a gradient back, what has come along it.
-        roots: per edge by which a gradient comes, the starts in what has left along it.
-        loss: of the stage itself.
-        part: the slice, in a plan with slices.
     """
 
-    inputs: Sequence[Payload]
-    roots: Sequence[Sequence[Root | None]]
+    inputs: Sequence[Payload]  # per edge that carries a gradient back, what has come along it
+    roots: Sequence[Sequence[Root | None]]  # per edge by which a gradient comes, the starts in what has left along it
     loss: torch.Tensor | None
     part: Slice | None = None
 
@@ -61,30 +50,21 @@ class InFlight(NamedTuple):
 class ActivationsInFlight:
     """The pieces of stage ``number`` whose forward has run and whose backward has not, and what they keep.
 
-    Attributes:
-        num_pieces: forwards of a step.
-        gradient_edges: the outgoing edges by which gradients come.
-        splits: whether the plan runs backwards in halves.
-        copiers: the streams of copies to the host and back; None on a device without streams.
-        live: the pieces, by number.
-        halves: what ``I`` leaves for ``W``, by piece.
-        offloads: what is on the host or on its way, by piece.
-        kept: what the slices of each microbatch have kept for the later ones.
-        suspected: an earlier step had outputs with a graph, and the last one none: its next forward is watched, and
-            ``ran`` is a parameter to train of a module that runs there.
+    ``suspected``: an earlier step had outputs with a graph, and the last one none: its next forward is watched, and
+    ``ran`` is a parameter to train of a module that runs there.
     """
 
     number: int
     stage: Stage
-    num_pieces: int
+    num_pieces: int  # forwards of a step
     num_slices: int
-    gradient_edges: Sequence[Edge]
-    splits: bool
-    copiers: tuple[torch.Stream | None, torch.Stream | None] = (None, None)
+    gradient_edges: Sequence[Edge]  # the outgoing ones by which gradients come
+    splits: bool  # backwards in halves
+    copiers: tuple[torch.Stream | None, torch.Stream | None] = (None, None)  # to the host and back, where there are any
     live: dict[int, InFlight] = field(factory=dict, init=False)
-    halves: dict[int, WeightHalf] = field(factory=dict, init=False)
+    halves: dict[int, WeightHalf] = field(factory=dict, init=False)  # what ``I`` leaves for ``W``
     offloads: dict[int, Offload] = field(factory=dict, init=False)
-    kept: dict[int, Kept] = field(factory=dict, init=False)
+    kept: dict[int, Kept] = field(factory=dict, init=False)  # by microbatch, what slices keep for the later ones
     suspected: bool = field(default=False, init=False)
     ran: str | None = field(default=None, init=False)
     _looked_at: bool = field(default=False, init=False)
@@ -100,15 +80,6 @@ class ActivationsInFlight:
         self.offloads.clear()
         self.kept.clear()
 
-    def name(self, piece: int) -> int | str:
-        """How a plan writes it: ``7``, or slice 2 of it as ``7.2``."""
-        return piece if self.num_slices == 1 else "{}.{}".format(*divmod(piece, self.num_slices))
-
-    def slice_of(self, piece: int, *, training: bool) -> Slice:
-        """The slice of a forward, with what the earlier slices of its microbatch have kept."""
-        microbatch, index = divmod(piece, self.num_slices)
-        return Slice(index, self.num_slices, self.kept.setdefault(microbatch, {}), training)
-
     def keep(
         self,
         piece: int,
@@ -118,13 +89,9 @@ class ActivationsInFlight:
         part: Slice | None,
         answered: Sequence[int],
     ) -> None:
-        """Keep what the backward of a forward needs; ``answered``: the payloads for which gradients come, by number.
-
-        Raises:
-            StageOutputError: what the stage returned has no backward, or none in halves.
-        """
+        """Keep what the backward of a forward needs; ``answered``: the payloads for which gradients come, by number."""
         if loss is not None or not payloads:  # a last stage
-            check_loss(loss, self.number, piece if self.num_slices == 1 else self.name(piece))
+            check_loss(loss, self.number, piece if self.num_slices == 1 else piece_name(piece, self.num_slices))
         roots: list[Sequence[Root | None]] = []
         for index in answered:
             payload = payloads[index]
@@ -138,31 +105,12 @@ class ActivationsInFlight:
             self._looked_at = True
             self.require_splittable(input_path_of(live.starts(), differentiable(live.inputs)))
 
-    def take(self, piece: int) -> InFlight:
-        """The state of a piece whose backward begins, once what it has saved is back."""
-        if self.offloads and (offload := self.offloads.pop(piece, None)) is not None:
-            offload.wait()
-        return self.live.pop(piece)
-
-    def forget(self, part: Slice, piece: int) -> None:
-        """Forget a microbatch after the backward of its first slice, which is the last to run."""
-        if part.is_first:
-            del self.kept[piece // self.num_slices]
-
     def offload(self, piece: int) -> None:
         """``OFFLOAD``: start to copy what the forward has saved to the host."""
         modules = [module for _, module in modules_of(self.stage)]
         held = [tensor for module in modules for tensor in (*module.parameters(False), *module.buffers(False))]
         offload = self.offloads[piece] = Offload(self.live[piece].starts(), held, self.copiers)
         offload.out()
-
-    def release(self, piece: int) -> None:
-        """``RELEASE``: wait for the copy, and free the memory of the device."""
-        self.offloads[piece].free()
-
-    def reload(self, piece: int) -> None:
-        """``RELOAD``: start to copy it back."""
-        self.offloads[piece].back()
 
     def require_splittable(self, path: Iterable[Node]) -> None:
         """Raise with the module behind an unsplittable graph: after the first forward, or at the I of a later one."""

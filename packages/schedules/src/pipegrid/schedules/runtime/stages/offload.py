@@ -12,15 +12,16 @@ saved-tensor hook (checkpointed ones, say); and tensors of a subclass of `torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from attrs import define
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, Node
+from torch.autograd.graph import GradientEdge
 
 from pipegrid.autograd.saved_tensors import saved_tensors
+from pipegrid.schedules.runtime.stages.stage import graph_nodes
 from pipegrid.transport import streams
 
 
@@ -43,10 +44,9 @@ class _View(NamedTuple):
 
 
 class Offload:
-    """The saved tensors of one graph, from where its backward ``starts``.
+    """The saved tensors of one graph, from where its backward ``starts``; ``resident`` ones, and leaves, stay there.
 
-    ``resident`` tensors stay on the device, as the graph's leaves do. ``copiers`` are the streams of the copies out and
-    back; None on a device without streams.
+    ``copiers`` are the streams of the copies out and back; None on a device without streams.
     """
 
     def __init__(
@@ -63,11 +63,9 @@ class Offload:
 
     def out(self) -> None:
         """Start to copy to the host; raises, as torch's backward would, where a saved tensor was modified in place."""
-        nodes = list(_nodes(self._starts))
-        for node in nodes:
-            leaf = getattr(node, "variable", None)
-            if leaf is not None and _is_plain(leaf):
-                self._resident.add(_key(leaf))
+        nodes = graph_nodes(self._starts)
+        leaves = [getattr(node, "variable", None) for node in nodes]
+        self._resident.update(_key(leaf) for leaf in leaves if leaf is not None and _is_plain(leaf))
         for node in nodes:
             for saved, tensor in saved_tensors(node):
                 if _is_plain(tensor) and tensor.dim() > 0 and tensor.numel() and _key(tensor) not in self._resident:
@@ -131,16 +129,3 @@ def _is_plain(tensor: Tensor) -> bool:
 
 def _key(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
-
-
-def _nodes(starts: Iterable[Node]) -> Iterator[Node]:
-    """Every node of a graph."""
-    seen = set(starts)
-    ahead = list(seen)
-    while ahead:
-        node = ahead.pop()
-        yield node
-        for after, _ in node.next_functions:
-            if after is not None and after not in seen:
-                seen.add(after)
-                ahead.append(after)

@@ -67,6 +67,11 @@ def describe(value: Any) -> str:
     return f"a {type(value).__name__} of {len(value)}" if isinstance(value, (tuple, list)) else shown(value)
 
 
+def piece_name(piece: int, num_slices: int) -> int | str:
+    """How a plan writes a piece: ``7``, or slice 2 of microbatch 7 as ``7.2``."""
+    return piece if num_slices == 1 else "{}.{}".format(*divmod(piece, num_slices))
+
+
 def detached(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor without its graph. A gradient has none, and needs no new tensor."""
     return tensor.detach() if tensor.requires_grad else tensor
@@ -77,7 +82,4 @@ def gradient_of(tensor: torch.Tensor) -> torch.Tensor | None:
 
     Zeros if it requires grad but was not used, so that gradients have the same form for every microbatch.
     """
-    gradient = tensor.grad
-    if gradient is None and tensor.requires_grad:
-        return torch.zeros_like(tensor)
-    return gradient
+    return torch.zeros_like(tensor) if tensor.grad is None and tensor.requires_grad else tensor.grad

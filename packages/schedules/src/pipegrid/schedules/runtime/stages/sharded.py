@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from attrs import define, field
 
 from pipegrid.autograd.fsdp import is_fsdp, let_plan_decide, outermost, reduce_scatter
 from pipegrid.core.errors import StepArgumentError
 from pipegrid.plans.plan import Action, ActionKind
-from pipegrid.schedules.runtime.stages.stage import modules_of
-
-if TYPE_CHECKING:
-    from pipegrid.schedules.runtime.stages.stage import Stage
+from pipegrid.schedules.runtime.stages.stage import Stage, modules_of
 
 
 @define(eq=False)
@@ -22,16 +19,11 @@ class ShardedStage:
 
     During a step FSDP2's own gathers find the parameters gathered, and it neither frees them nor reduces gradients;
     after it, it does both as usual.
-
-    Attributes:
-        number: of the stage.
-        stage: the stage.
-        reductions: the number of its ``REDUCE_GRAD`` in a step.
     """
 
     number: int
     stage: Stage
-    reductions: int
+    reductions: int  # ``REDUCE_GRAD`` in a step
     _left: int = field(default=0, init=False)
     _modules: tuple[Any, ...] = field(default=(), init=False)
     _roots: tuple[Any, ...] = field(default=(), init=False)
@@ -41,8 +33,7 @@ class ShardedStage:
         """Find the sharded modules, and leave their parameters to the plan."""
         self._pending.clear()
         self._left = self.reductions
-        found = {id(module): module for _, module in modules_of(self.stage) if is_fsdp(module)}
-        self._modules = tuple(found.values())
+        self._modules = tuple(dict.fromkeys(module for _, module in modules_of(self.stage) if is_fsdp(module)))
         if not self._modules:
             raise StepArgumentError(
                 f"the plan gathers the parameters of stage {self.number} ({self.number}UNSHARD), and nothing in the "

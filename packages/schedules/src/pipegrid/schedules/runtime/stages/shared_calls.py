@@ -6,31 +6,24 @@ destination.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 import torch
 from attrs import define, field
 
+from pipegrid.core.edge import Edge
 from pipegrid.schedules.runtime.stages.edge_queues import RecvQueue, SendQueue
 from pipegrid.schedules.runtime.stages.payloads import flatten, map_tensors
-
-if TYPE_CHECKING:
-    from pipegrid.core.edge import Edge
-    from pipegrid.transport.protocol import Payload
+from pipegrid.transport.protocol import Payload
 
 
 @define(eq=False)
 class SharedCalls:
-    """Which call of an edge's source each piece of its destination needs.
-
-    Attributes:
-        call_of: by piece here, the call.
-        pieces: by call, the pieces here, ascending.
-    """
+    """Which call of an edge's source each piece of its destination needs."""
 
     call_of: Mapping[int, int]
-    pieces: dict[int, list[int]] = field(init=False)
+    pieces: dict[int, list[int]] = field(init=False)  # by call, ascending
 
     def __attrs_post_init__(self) -> None:
         self.pieces = {}
@@ -47,13 +40,13 @@ class LentQueue:
     edge: Edge = field(init=False)
     local: bool = field(init=False)
     _held: dict[int, Payload] = field(factory=dict, init=False)
-    _taken: dict[int, int] = field(factory=dict, init=False)
+    _taken: Counter[int] = field(factory=Counter, init=False)
 
     def __attrs_post_init__(self) -> None:
         self.edge, self.local = self.queue.edge, self.queue.local
 
     def drop(self) -> None:
-        """Drop what a step that failed has left."""
+        """Drop what a failed step has left."""
         self._held.clear()
         self._taken.clear()
 
@@ -72,11 +65,9 @@ class LentQueue:
             several = self.local and len(self.calls.pieces[call]) > 1
             self._held[call] = map_tensors(payload, _copied) if several else payload
         payload = map_tensors(self._held[call], _lent)
-        taken = self._taken.pop(call, 0) + 1
-        if taken == len(self.calls.pieces[call]):
-            del self._held[call]
-        else:
-            self._taken[call] = taken
+        self._taken[call] += 1
+        if self._taken[call] == len(self.calls.pieces[call]):
+            del self._held[call], self._taken[call]
         return payload
 
 

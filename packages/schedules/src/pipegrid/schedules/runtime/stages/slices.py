@@ -104,8 +104,7 @@ class Slice:
 
     def leaves(self) -> list[torch.Tensor]:
         """What it may have read that needs a gradient."""
-        past = [kept[index] for kept in self._kept.values() for index in range(self.index) if index in kept]
-        return [leaf for leaf in past if leaf.requires_grad]
+        return [leaf for key in self._kept for leaf in self.past(key) if leaf.requires_grad]
 
     def starts(self) -> tuple[list[GradientEdge], list[torch.Tensor]]:
         """Where its backward starts besides its outputs, with the gradients from all later slices; once.

@@ -4,28 +4,27 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from attrs import frozen
+from torch.autograd.graph import Node
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointFunction
 
 from pipegrid.autograd.tree import compiled_modules, modules_in
+from pipegrid.core.edge import Edge
 from pipegrid.core.errors import StepArgumentError
 from pipegrid.gradients.errors import GradientError
 from pipegrid.schedules.errors import DataEndedError, StageOutputError
 from pipegrid.schedules.runtime.stages.payloads import describe, tensors_of
-
-if TYPE_CHECKING:
-    from pipegrid.core.edge import Edge
-    from pipegrid.schedules.runtime.stages.slices import Slice
-    from pipegrid.transport.protocol import Payload
+from pipegrid.schedules.runtime.stages.slices import Slice
+from pipegrid.transport.protocol import Payload
 
 
 @frozen
@@ -58,7 +57,6 @@ class Stage(Protocol):
 
         In a plan with slices (`SlicedStage`) there is a third argument, the `Slice`.
         """
-        ...
 
 
 class SlicedStage(Protocol):
@@ -73,7 +71,6 @@ class SlicedStage(Protocol):
         With ``part``, keep what the later slices need and read what the earlier ones have kept. The losses of the
         slices add up to that of the microbatch.
         """
-        ...
 
 
 def payloads_of(
@@ -84,14 +81,10 @@ def payloads_of(
     declared: AbstractSet[Edge] = frozenset(),
     skipped: AbstractSet[Edge] = frozenset(),
 ) -> Sequence[Payload]:
-    """The payloads that a forward returned, one for each of ``edges``, in their order.
+    """The payloads that a forward returned, one for each of ``edges``, in their order; raises for others.
 
     The communicator checks those of ``declared`` edges. Those of ``skipped`` edges, which the unit does not take, may
     be there as well.
-
-    Raises:
-        StageOutputError: another type than `Forwarded`, or a payload that is not made of tensors.
-        StepArgumentError: payloads for other edges than the plan's.
     """
     outputs = produced.outputs if isinstance(produced, Forwarded) else None
     # The common case, one tensor or none, without a lookup: an edge has no fast hash.
@@ -113,9 +106,8 @@ def payloads_of(
         )
     for edge, payload in outputs.items():
         if not isinstance(payload, torch.Tensor) and edge not in declared:
-            tensors_of(
-                f"the output of stage {stage} on edge {edge} for microbatch {microbatch}", payload, StageOutputError
-            )
+            name = f"the output of stage {stage} on edge {edge} for microbatch {microbatch}"
+            tensors_of(name, payload, StageOutputError)
     return [outputs[edge] for edge in edges]
 
 
@@ -132,17 +124,17 @@ def check_loss(loss: Any, stage: int, microbatch: int | str, *, what: str = "the
     )
 
 
-def ended(stage: int, microbatch: int | str, num_microbatches: int, num_slices: int) -> DataEndedError:
-    """The error for a ``StopIteration`` that leaves a stage's forward."""
-    each = "microbatch" if num_slices == 1 else f"of {num_slices} slices of a microbatch"
-    return DataEndedError(
-        f"the iterator of stage {stage} ended at microbatch {microbatch} of {num_microbatches} (they count from 0); a "
-        f"step takes one item for each {each}"
-    )
+def error_of(error: Exception, stage: int, microbatch: int | str, count: int, num_slices: int) -> Exception | None:
+    """The error for data that have ended, or an in-place change of a received tensor, which is a leaf; None for others.
 
-
-def changed_in_place(error: RuntimeError, stage: int, microbatch: int | str) -> StageOutputError | None:
-    """The error for an in-place change of a received tensor, which is a leaf; None for any other error."""
+    ``count``: of microbatches.
+    """
+    if isinstance(error, StopIteration):
+        each = "microbatch" if num_slices == 1 else f"of {num_slices} slices of a microbatch"
+        return DataEndedError(
+            f"the iterator of stage {stage} ended at microbatch {microbatch} of {count} (they count from 0); a step "
+            f"takes one item for each {each}"
+        )
     if "leaf Variable" not in str(error) or "in-place" not in str(error):
         return None
     return StageOutputError(
@@ -152,12 +144,9 @@ def changed_in_place(error: RuntimeError, stage: int, microbatch: int | str) -> 
 
 
 def require_bare(stages: Mapping[int, Any]) -> None:
-    """Raise for a `DistributedDataParallel` in one of ``stages``: a user may wrap a module between two steps.
+    """Raise GradientError for a `DistributedDataParallel`, in which a user may wrap a module between two steps.
 
     It decides in each forward whether the next backward reduces, and knows no halves.
-
-    Raises:
-        GradientError: there is one.
     """
     for number, stage in stages.items():
         for value in (stage, getattr(stage, "model", None), *getattr(stage, "__dict__", {}).values()):
@@ -192,6 +181,18 @@ def trainable(stage: Any) -> str | None:
     return None
 
 
+def graph_nodes(starts: Iterable[Node]) -> list[Node]:
+    """Every node of a graph."""
+    left = list(starts)
+    seen = dict.fromkeys(left)
+    while left:
+        for node, _ in left.pop().next_functions:
+            if node is not None and node not in seen:
+                seen[node] = None
+                left.append(node)
+    return list(seen)
+
+
 @contextmanager
 def reentrant_trap(number: int, stage: Any) -> Iterator[list[str]]:
     """Raise in forwards of this thread for a reentrant checkpoint that trains nothing, in silence.
@@ -200,13 +201,8 @@ def reentrant_trap(number: int, stage: Any) -> Iterator[list[str]]:
     tensors that are passed in. Where none of them requires grad there is no node: parameters inside get no gradient. In
     a pipeline that is a first stage whose embedding is frozen, or data that comes as embeddings.
 
-    Not where modules are compiled: they would be compiled anew without the hook that looks.
-
-    Returns:
-        a list that gets the name of a trainable parameter when the first module with one runs.
-
-    Raises:
-        StageOutputError: names the module's class and a parameter.
+    Not where modules are compiled: they would be compiled anew without the hook that looks. The list gets the name of a
+    trainable parameter when the first module with one runs.
     """
     if compiled_modules(getattr(stage, "model", None)):
         yield []
@@ -239,19 +235,16 @@ def reentrant_trap(number: int, stage: Any) -> Iterator[list[str]]:
 
 def _region(frame: FrameType | None) -> tuple[Any, ...] | None:
     """The arguments of the innermost reentrant checkpoint that runs; None outside of one."""
-    while frame is not None:
-        if frame.f_code is CheckpointFunction.forward.__code__:
-            arguments: tuple[Any, ...] = frame.f_locals["args"]
-            return arguments
+    while frame is not None and frame.f_code is not CheckpointFunction.forward.__code__:
         frame = frame.f_back
-    return None
+    return None if frame is None else frame.f_locals["args"]
 
 
 def for_another_replica(stage: Stage, forward: Callable[[], None]) -> None:
     """``forward`` of a microbatch of another replica, after which running statistics are as before.
 
-    Each replica has statistics of its own microbatches. With those of others, they would depend on who has died. Other
-    buffers are the stage's own matter: a count that is summed over replicas belongs to whichever rank computes.
+    Each replica has those of its own microbatches: else they would depend on who has died. Other buffers are the
+    stage's own matter: a count that is summed over replicas belongs to whichever rank computes.
     """
     held = [
         (module, name, buffer)

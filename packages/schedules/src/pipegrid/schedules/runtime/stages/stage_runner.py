@@ -1,14 +1,11 @@
-"""The computes of one stage: its forward, its backward, and the two halves of that.
-
-Each is of a piece: a microbatch, or one slice of it in a plan that cuts microbatches along the sequence.
-"""
+"""The computes of one stage: its forward, its backward, and the two halves of that."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from attrs import define, field
@@ -18,29 +15,25 @@ from torch.utils.checkpoint import CheckpointError
 
 from pipegrid.autograd import backward_inputs, backward_weights, run_backward
 from pipegrid.autograd.fsdp import is_fsdp
+from pipegrid.core.edge import Edge
 from pipegrid.core.errors import StepArgumentError
 from pipegrid.schedules.errors import StageOutputError
-from pipegrid.schedules.runtime.stages.deallocation import Deallocation
 from pipegrid.schedules.runtime.stages.edge_queues import RecvQueue, SendQueue
 from pipegrid.schedules.runtime.stages.in_flight import ActivationsInFlight, InFlight, differentiable
-from pipegrid.schedules.runtime.stages.payloads import detached, flatten, gradient_of, map_tensors
-from pipegrid.schedules.runtime.stages.reused import copied_from, keep_own_gradients, memory_of
+from pipegrid.schedules.runtime.stages.memory import Deallocation, copied_from, keep_own_gradients, memory_of
+from pipegrid.schedules.runtime.stages.payloads import detached, flatten, gradient_of, map_tensors, piece_name
 from pipegrid.schedules.runtime.stages.shared_calls import LentQueue, SummedQueue
 from pipegrid.schedules.runtime.stages.slices import Slice
 from pipegrid.schedules.runtime.stages.stage import (
     Forwarded,
     Stage,
-    changed_in_place,
     check_loss,
-    ended,
+    error_of,
     modules_of,
     payloads_of,
     reentrant_trap,
 )
-
-if TYPE_CHECKING:
-    from pipegrid.core.edge import Edge
-    from pipegrid.transport.protocol import Payload
+from pipegrid.transport.protocol import Payload
 
 
 @define(eq=False)
@@ -48,17 +41,17 @@ class StageRunner:
     """The computes of stage ``number``, each for a piece: a microbatch, or one slice of it.
 
     Attributes:
-        flight: what is kept between a forward and its backward.
         arriving: the activations of each incoming edge; ``leaving``: of each outgoing one.
         gradients_in: gradients of outgoing edges that carry one back, in the order of ``leaving``; ``gradients_out``:
             of incoming ones, in the order of ``arriving``.
         trains: whether the stage runs a backward.
+        deallocation: frees outputs after their send; None where they are left.
         reduced_by_plan: whether the plan reduces the gradients of a sharded stage (``REDUCE_GRAD``).
         declared: edges whose payloads are declared; ``skipped``: outgoing edges of the stage that these pieces skip.
+        reuses: what is received may be written again after the backward that reads it.
         first: of its pieces.
-        reuses: what is received may be written again after the backward that reads it, so that nothing else may have
-            that memory then.
-        deallocation: frees outputs after their send; None where they are left.
+        compiled: a compiled region has made a backward in halves run whole at I.
+        incoming: per incoming edge what takes its payload, and whether a gradient goes back along it.
     """
 
     number: int
@@ -78,9 +71,7 @@ class StageRunner:
     first: int = 0
     training: bool = False
     compiled: bool = field(default=False, init=False)
-    """Whether a compiled region has made a backward in halves run whole at I."""
     incoming: tuple[tuple[Edge, Callable[[int], Payload], bool], ...] = field(init=False)
-    """Per incoming edge the function that takes its payload, and whether a gradient goes back along it."""
     _num_slices: int = field(init=False)
     _trapped: bool = field(default=False, init=False)
     _whole: bool | None = field(init=False)
@@ -134,8 +125,9 @@ class StageRunner:
         arguments: tuple[Any, ...] = (piece, inputs)
         part = None
         if self._num_slices > 1:
-            part = self.flight.slice_of(piece, training=self.training)
-            arguments = (piece // self._num_slices, inputs, part)
+            microbatch, index = divmod(piece, self._num_slices)
+            part = Slice(index, self._num_slices, self.flight.kept.setdefault(microbatch, {}), self.training)
+            arguments = (microbatch, inputs, part)
         try:
             if self.training and not self._trapped:
                 self._trapped = True
@@ -147,15 +139,13 @@ class StageRunner:
             else:  # a stage that runs no backward keeps no graph
                 with torch.set_grad_enabled(self.training):
                     produced = forward(*arguments)
-        except StopIteration as error:
-            count = self.flight.num_pieces // self._num_slices
-            raise ended(self.number, self.flight.name(piece), count, self._num_slices) from error
-        except RuntimeError as error:
-            found = changed_in_place(error, self.number, self.flight.name(piece))
+        except (StopIteration, RuntimeError) as error:
+            slices, count = self._num_slices, self.flight.num_pieces // self._num_slices
+            found = error_of(error, self.number, piece_name(piece, slices), count, slices)
             if found is None:
                 raise
             raise found from error
-        name = piece if part is None else self.flight.name(piece)
+        name = piece if part is None else piece_name(piece, self._num_slices)
         payloads = payloads_of(produced, self._outgoing, self.number, name, self.declared, self.skipped)
         if part is not None:
             part.close()
@@ -171,7 +161,9 @@ class StageRunner:
 
     def _take(self, piece: int) -> InFlight:
         """The state of a piece whose backward begins, once what it has saved is back."""
-        live = self.flight.take(piece) if self.flight.offloads else self.flight.live.pop(piece)
+        if self.flight.offloads and (offload := self.flight.offloads.pop(piece, None)) is not None:
+            offload.wait()
+        live = self.flight.live.pop(piece)
         if self.reuses:  # a send that is not seen to have ended holds its payload, which may be in received memory
             for queue in self._answered:
                 queue.complete(piece)
@@ -179,6 +171,11 @@ class StageRunner:
             if piece in queue.pending:
                 queue.end(piece)
         return live
+
+    def _forget(self, part: Slice, piece: int) -> None:
+        """Forget a microbatch after the backward of its first slice, which is the last to run."""
+        if part.is_first:
+            del self.flight.kept[piece // self._num_slices]
 
     def backward(self, piece: int) -> None:
         """``B``: both halves at once."""
@@ -194,7 +191,7 @@ class StageRunner:
         if self.reuses:
             self._let_go(piece)
         if live.part is not None:
-            self.flight.forget(live.part, piece)
+            self._forget(live.part, piece)
 
     def backward_inputs(self, piece: int) -> None:
         """``I``."""
@@ -208,36 +205,35 @@ class StageRunner:
                 gradients,
                 [*inputs, *read] if read else inputs,
                 on_unsplittable=self.flight.require_splittable,
-                on_compiled=self._note_compiled,
+                on_compiled=partial(setattr, self, "compiled", True),
                 whole=self._whole,
             )
         except CheckpointError as error:
             if live.part is None:
                 raise
+            name = piece_name(piece, self._num_slices)
             raise StageOutputError(
                 f"stage {self.number} checkpoints activations that read keys and values, and its backward of slice "
-                f"{self.flight.name(piece)} in halves would recompute them twice; seq1f1b has whole backwards"
+                f"{name} in halves would recompute them twice; seq1f1b has whole backwards"
             ) from error
         self.flight.halves[piece] = half
         for leaf, gradient in zip(read, found[len(inputs) :], strict=True):
             if gradient is not None:
                 leaf.grad = gradient if leaf.grad is None else leaf.grad + gradient
         if live.part is not None:
-            self.flight.forget(live.part, piece)
-        by_input: dict[int, torch.Tensor] = {}
-        for tensor, gradient in zip(inputs, found, strict=False):
-            # As in a whole backward: an unused input has a gradient of zeros, and a gradient that an operator returns
-            # as a view (of a transpose, a sum) is made contiguous, as accumulation into `grad` would make it.
-            by_input[id(tensor)] = torch.zeros_like(tensor) if gradient is None else gradient.contiguous()
+            self._forget(live.part, piece)
+        # As in a whole backward: an unused input has a gradient of zeros, and a gradient that an operator returns as a
+        # view (of a transpose, a sum) is made contiguous, as accumulation into `grad` would make it.
+        by_input = {
+            id(tensor): torch.zeros_like(tensor) if gradient is None else gradient.contiguous()
+            for tensor, gradient in zip(inputs, found, strict=False)
+        }
         # What W begins with it may give to a parameter, whose next gradient is added in place.
         own = self._apart(live, piece, [gradient for call in half.calls for gradient in call.gradients])
         for queue, payload in zip(self.gradients_out, live.inputs, strict=True):
             is_one = isinstance(payload, torch.Tensor)
             gradient = by_input.get(id(payload)) if is_one else map_tensors(payload, lambda one: by_input.get(id(one)))
             queue.put(piece, map_tensors(gradient, own))
-
-    def _note_compiled(self) -> None:
-        self.compiled = True
 
     def backward_weights(self, piece: int) -> None:
         """``W``."""
@@ -265,7 +261,7 @@ class StageRunner:
             loss = live.loss
             if self.loss_scale is not None:
                 loss = self.loss_scale(loss)
-                check_loss(loss, self.number, self.flight.name(piece), what="loss_scale(loss)")
+                check_loss(loss, self.number, piece_name(piece, self._num_slices), what="loss_scale(loss)")
             node = loss.grad_fn
             if node is None or isinstance(node, BackwardCFunction):  # see `in_flight`
                 roots.append(get_gradient_edge(loss))
@@ -281,9 +277,10 @@ class StageRunner:
                 if root is None or gradient is None:
                     continue
                 if gradient.shape != root.shape:  # the engine might sum it up
+                    name = piece_name(piece, self._num_slices)
                     raise StepArgumentError(
                         f"edge {queue.edge} carried a tensor of shape {tuple(root.shape)} forward for microbatch "
-                        f"{self.flight.name(piece)}, but a gradient of shape {tuple(gradient.shape)} came back"
+                        f"{name}, but a gradient of shape {tuple(gradient.shape)} came back"
                     )
                 roots.append(root.edge)
                 gradients.append(gradient)

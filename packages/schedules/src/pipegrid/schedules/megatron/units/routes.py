@@ -1,37 +1,33 @@
-"""The microbatches of a stage by their number in the plan: their replica, and what divides their losses.
-
-Process groups say which replica a rank is of; all replicas have the same routes.
-"""
+"""Routes of a step: out of what each rank knows of its own replica, and what a number of the plan is by them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from attrs import frozen
 
 from pipegrid.core.errors import StepArgumentError
+from pipegrid.core.fields import Index, Seconds, checked
 from pipegrid.gradients.groups import collection_of, device_of, replica_group, size_of
 from pipegrid.monitor import DisagreementError
 from pipegrid.monitor.collectives import Waiting, texts_of_ranks
 from pipegrid.plans.plan import Routes, stages_on
+from pipegrid.schedules.megatron.call import StepCall
+from pipegrid.schedules.megatron.place import Place
 from pipegrid.schedules.megatron.units.batches import Unit
 from pipegrid.transport.base import as_communicator
 from pipegrid.transport.collectives.differences import difference
-
-if TYPE_CHECKING:
-    from pipegrid.schedules.megatron.call import StepCall
-    from pipegrid.schedules.megatron.place import Place
-    from pipegrid.transport.job import JobTopology
+from pipegrid.transport.control.opening import resolve_device
+from pipegrid.transport.job import JobTopology
 
 
 def units_per_replica(routes: Routes) -> float:
-    """The divisor of losses, before the sum over replicas is divided by their number.
-
-    The two together make the mean over all units, whichever replica has how many of them, and computes them.
-    """
+    """The divisor of losses, before the sum over replicas is divided by their number: a mean over all units."""
     return routes.num_units / routes.num_replicas
 
 
@@ -52,19 +48,12 @@ def planned_routes(routes: Routes, replica: int, *, num_ties: int = 0) -> Routes
 
 @frozen(eq=False)
 class StageUnits:
-    """What a number of a plan means on one stage: a microbatch of this replica or, with routes, a call of its module.
-
-    Attributes:
-        module: of the stage.
-        replica: of this rank, which is the home of all numbers without routes; None where it is not known.
-        routes: of the plan; of one replica, numbers are of its microbatches.
-        order: the numbers of the stage's forwards on this rank, in the plan's order.
-    """
+    """What a number of a plan means on one stage: a microbatch of this replica, or with routes a call of it."""
 
     module: str
-    replica: int | None
-    routes: Routes | None
-    order: Sequence[int]
+    replica: int | None  # of this rank, the home of all numbers without routes; None where it is not known
+    routes: Routes | None  # of the plan; of one replica, numbers are of its microbatches
+    order: Sequence[int]  # the numbers of the stage's forwards on this rank
 
     @property
     def in_order_at_home(self) -> bool:
@@ -98,11 +87,7 @@ class StageUnits:
 def replica_of(call: StepCall, place: Place) -> int | None:
     """The replica of this rank: its place in the ``dp`` group of its modules, among those that live at its position.
 
-    None where neither routes, groups nor a single process tell it.
-
-    Raises:
-        StepArgumentError: routes of several replicas, and no group of as many living ranks; modules in two replicas, or
-            with other numbers of them; or another ``num_microbatches`` than this replica has by the routes.
+    None where neither routes, groups nor a single process tell it; StepArgumentError where they contradict each other.
     """
     routes, communicator = call.routes, as_communicator(call.p2p_communicator)
     living = None
@@ -125,7 +110,6 @@ def replica_of(call: StepCall, place: Place) -> int | None:
 
 
 def _position(job: JobTopology, place: Place) -> int:
-    """The position of this rank in its replica."""
     if job.graph is None:
         return job.current_stage
     if job.placement is None:
@@ -161,7 +145,6 @@ def _place_among(living: Sequence[int] | None, pg_collection: Any, modules: Sequ
 
 
 def _require_same_replicas(job: JobTopology, routes: Routes) -> None:
-    """Raise unless each module has the replicas of ``routes``."""
     count = routes.num_replicas
     for name, sizes in (job.dims or {}).items():
         if sizes.get("dp", 1) != count:
@@ -181,6 +164,90 @@ def require_equal_routes(
             continue
         found = difference(texts_of_ranks(f"routes {routes.digest}", group, device_of(module, group), waiting))
         if found is not None:
-            raise DisagreementError(
-                f"the replicas of module {name!r} have other routes: {found}; agree_on_routes gives all the same"
+            raise DisagreementError(f"replicas of module {name!r} have other routes: {found}; use agree_on_routes")
+
+
+def agree_on_routes(
+    num_microbatches: int | None,
+    skips: Mapping[str, Iterable[int]] | None = None,
+    *,
+    replica: int,
+    every: Mapping[str, int] | None = None,
+    group: dist.ProcessGroup | None = None,
+    deadline: float | None = None,
+) -> Routes:
+    """The routes of a step in which each replica has microbatches of its own, equal on every rank of ``group``.
+
+    The ranks that read the data of a replica know which of its microbatches have no image. Every rank calls this before
+    each step; those that read no data pass None. One gather of a short text.
+
+        without = [number for number, batch in enumerate(batches) if batch["images"] is None]
+        routes = agree_on_routes(len(batches), {"vision": without}, replica=grid.coords(rank)["dp"])
+
+    Args:
+        num_microbatches: of this rank's replica; None: this rank does not know.
+        skips: per module the microbatches of this replica that do not pass through it; None: this rank does not know.
+        replica: the replica (dp) of this rank.
+        every: for how many consecutive microbatches of a replica a module is called once; equal on all ranks.
+        group: all ranks of the job; default: the default process group. The replicas of one position are enough where
+            each of them knows.
+        deadline: seconds that the host waits for the gather; None leaves it to the group's timeout.
+
+    Raises:
+        DisagreementError: ranks of one replica contradict each other, or ``every`` differs; on all ranks.
+        StepArgumentError: no rank of a replica knows its number of microbatches; on all ranks.
+        PlanError: a number is out of range; on all ranks.
+        CollectiveFailedError: past the deadline.
+    """
+    replica = checked(replica, Index, "replica", StepArgumentError)
+    deadline = checked(deadline, Seconds | None, "deadline", StepArgumentError)
+    known = None if skips is None else {name: sorted(set(map(int, skips[name]))) for name in sorted(skips)}
+    counts = sorted((every or {}).items())
+    skipped = known and {name: skip for name, skip in known.items() if skip}
+    own = json.dumps([replica, num_microbatches, skipped, counts])
+    if not dist.is_initialized():
+        return merged({0: own})
+    group = group or dist.group.WORLD
+    assert group is not None
+    device: torch.device = resolve_device(None, None, group)[1]
+    return merged(texts_of_ranks(own, group, device, Waiting(deadline, what="the agreement on routes")))
+
+
+def merged(said: Mapping[int, str]) -> Routes:
+    """The routes out of what each rank says."""
+    told: dict[int, dict[str, dict[int, Any]]] = {}  # by replica and subject, what its ranks say
+    counts: dict[int, Any] = {}
+    for rank, text in said.items():
+        replica, number, skips, counts[rank] = json.loads(text)
+        own = told.setdefault(replica, {"num_microbatches": {}, "skips": {}})
+        for what, value in (("num_microbatches", number), ("skips", skips)):
+            if value is not None:
+                own[what][rank] = value
+    every = _one("every", counts)
+    units: list[int] = []
+    skipped: dict[str, list[int]] = defaultdict(list)
+    for replica in range(max(told) + 1):
+        own = told.get(replica, {})
+        number = _one(f"num_microbatches of replica {replica}", own.get("num_microbatches", {}))
+        if number is None:
+            raise StepArgumentError(
+                f"no rank knows num_microbatches of replica {replica}; the ranks that read its data pass it to "
+                "agree_on_routes"
             )
+        number = checked(number, Index, f"num_microbatches of replica {replica}", StepArgumentError)
+        for name, numbers in (_one(f"skips of replica {replica}", own.get("skips", {})) or {}).items():
+            if numbers[-1] >= number or numbers[0] < 0:
+                raise StepArgumentError(
+                    f"microbatches {numbers} of replica {replica} skip {name!r}; it has microbatches 0..{number - 1}"
+                )
+            skipped[name] += [sum(units) + each for each in numbers]
+        units.append(number)
+    return Routes(units, skips=skipped, every=dict(every))
+
+
+def _one(what: str, values: Mapping[int, Any]) -> Any:
+    """The value that all ranks give alike; None where no rank has one."""
+    found = difference({rank: f"{what} {json.dumps(value)}" for rank, value in values.items()})
+    if found is not None:
+        raise DisagreementError(f"the ranks do not have the same routes: {found}")
+    return next(iter(values.values()), None)

@@ -35,27 +35,21 @@ class ControlStore(Protocol):
 
     def set(self, key: str, value: str, /) -> None:
         """Write a value."""
-        ...
 
     def get(self, key: str, /) -> bytes:
         """Read a value that is there."""
-        ...
 
     def add(self, key: str, amount: int, /) -> int:
         """Add to a counter (absent ones are 0) and return the sum, atomically."""
-        ...
 
     def check(self, keys: list[str], /) -> bool:
         """Whether all keys are there."""
-        ...
 
     def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
         """Write ``desired`` if the value is ``expected`` (empty: absent); return the value after that."""
-        ...
 
     def delete_key(self, key: str, /) -> bool:
         """Remove a value."""
-        ...
 
 
 STORE_VERBS = ("set", "get", "add", "check", "compare_set", "delete_key")

@@ -17,7 +17,6 @@ class DeviceEvent(Protocol):
 
     def query(self) -> bool:
         """Whether the device has passed it. Never blocks."""
-        ...
 
 
 def progress_of(device: torch.device) -> DeviceProgress | None:

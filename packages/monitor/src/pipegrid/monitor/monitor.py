@@ -59,12 +59,10 @@ class AnyPlan(Protocol):
     @property
     def num_microbatches(self) -> int:
         """Number of microbatches."""
-        ...
 
     @property
     def digest(self) -> str:
         """A text that is equal for equal plans alone."""
-        ...
 
 
 class JobFailedError(RuntimeError):

@@ -32,12 +32,10 @@ class Port(Protocol):
     @property
     def isend(self) -> Callable[[Payload], Handle]:
         """Start sending a payload."""
-        ...
 
     @property
     def irecv(self) -> Callable[[], ReceiveHandle]:
         """Start receiving the next payload."""
-        ...
 
 
 @frozen(eq=False)

@@ -38,7 +38,6 @@ class EpochStore(ControlStore, Protocol):
 
     def wait(self, keys: list[str], timeout: timedelta, /) -> None:
         """Return when all keys are there."""
-        ...
 
 
 @frozen

@@ -49,27 +49,21 @@ class Waiter(Protocol):
 
     def wait_for(self, transfer: Transfer, timeout: float | None) -> None:
         """Wait for a transfer; on CUDA the current stream does."""
-        ...
 
     def synchronize(self, transfer: Transfer, timeout: float | None) -> None:
         """Hold the host until a transfer is done."""
-        ...
 
     def poll(self, transfer: Transfer) -> bool:
         """Whether a transfer is done or has failed."""
-        ...
 
     def call_back(self, transfer: Transfer, callback: Callable[[Any], None]) -> None:
         """Call ``callback(handle)`` once the transfer has ended."""
-        ...
 
     def provide(self, transfer: ReceiveTransfer) -> Any:
         """The payload of a receive before its data is there: waits for its buffers only."""
-        ...
 
     def take_back(self, transfer: ReceiveTransfer) -> None:
         """Take the buffers of a receive back."""
-        ...
 
 
 class Buffers(Protocol):
@@ -78,15 +72,12 @@ class Buffers(Protocol):
     @property
     def signature(self) -> Signature:
         """The form of the message."""
-        ...
 
     def payload(self, tensors: Sequence[Tensor]) -> Any:
         """The payload of these tensors."""
-        ...
 
     def release(self, tensors: Sequence[Tensor], events: Sequence[Any]) -> None:
         """Take the tensors back for another message."""
-        ...
 
 
 class TransferLane(Protocol):
@@ -95,12 +86,10 @@ class TransferLane(Protocol):
     @property
     def spec(self) -> LaneSpec:
         """The lane's name."""
-        ...
 
     @property
     def transfers(self) -> Waiter:
         """The lane's waits."""
-        ...
 
 
 # A handle is made per message, and its state is read a dozen times: slots halve the cost. Each class has an `__init__`

@@ -84,7 +84,9 @@ class Communicator:
         super().__init_subclass__(**named)
         own = vars(cls)
         if "port" not in own and ("isend" in own or "irecv" in own):
-            cls.port = _port_of_verbs  # type: ignore[method-assign]
+            cls.port = lambda self, edge, direction: Verbs(  # type: ignore[method-assign]
+                partial(self.isend, edge=edge, direction=direction), partial(self.irecv, edge=edge, direction=direction)
+            )
 
     @property
     def job(self) -> JobTopology:
@@ -123,8 +125,8 @@ class Communicator:
             P2PUsageError: no data goes from one replica to another.
         """
         raise P2PUsageError(
-            f"{type(self).__name__} has no port to replica {replica} for edge {edge} {direction.name.lower()}; it "
-            "moves data within one replica"
+            f"{type(self).__name__} moves data within one replica: it has no port to replica {replica} for edge {edge} "
+            f"{direction.name.lower()}"
         )
 
     def isend(self, payload: Payload, *, edge: Edge, direction: Direction) -> Handle:
@@ -141,8 +143,7 @@ class Communicator:
     ) -> tuple[Handle | None, ReceiveHandle | None]:
         """Start the exchange along ``edge`` among all ranks of its two stages, some of which hold both.
 
-        Returns:
-            The send of a rank that holds the stage that makes the payload, and the receive of one that holds the other.
+        Returns the send of a rank that holds the stage that makes the payload, and the receive of one with the other.
         """
         del payload
         raise P2PUsageError(f"{type(self).__name__} has no exchange for edge {edge} {direction.name.lower()}")
@@ -204,9 +205,7 @@ class Communicator:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         """Close; after an exception, abort first, so that no other rank waits for this one."""
         if error is not None:
             self.abort(f"{type(error).__name__}: {error}")
@@ -227,9 +226,3 @@ def as_communicator(given: Any) -> Communicator:
             "P2PCommunicator(pp_group, config) or MultiModulePipelineCommunicator(grids, topology, config)"
         )
     return given
-
-
-def _port_of_verbs(self: Communicator, edge: Edge, direction: Direction) -> Port:
-    return Verbs(
-        partial(self.isend, edge=edge, direction=direction), partial(self.irecv, edge=edge, direction=direction)
-    )

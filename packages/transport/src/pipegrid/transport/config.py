@@ -16,15 +16,15 @@ ShapeMode: TypeAlias = Literal["agreed", "given", "header", "learned"]
 """How a receiver learns the shapes and dtypes of the next message.
 
 ``agreed``
-    The first message of a lane carries a header, which holds for all later messages: they cost one message and no
-    synchronization. Shapes given to a receive are checked against it.
+    The first message of a lane carries a header, which holds for all later messages. Shapes given to a receive are
+    checked against it.
 ``given``
     The same, and each receive must give its shapes.
 ``header``
     Every message has a header, on a CPU group.
 ``learned``
     As ``header`` in the first step of each batch signature (the shapes of all microbatches, as a `Pipeline` knows them)
-    that both ends of a lane have. In a later step of that signature, messages are as they were then, without headers: a
+    that both ends of a lane have.
     sender whose message is another one raises, and sends nothing.
 """
 
@@ -119,18 +119,16 @@ class P2PConfig:
     @property
     def shape_mode(self) -> ShapeMode:
         """``shapes`` with its default resolved."""
-        if self.shapes is not None:
-            return self.shapes
-        return "header" if self.variable_seq_lengths else "agreed"
+        return self.shapes or ("header" if self.variable_seq_lengths else "agreed")
 
 
 def as_config(config: Any) -> P2PConfig:
     """``config`` itself where it is a `P2PConfig`, else its attributes of the same names; None is the default."""
     if isinstance(config, P2PConfig):
         return config
-    names = [one.name for one in attrs.fields(P2PConfig) if hasattr(config, one.name)]
     if getattr(config, "use_ring_exchange_p2p", False):
         raise P2PUsageError("use_ring_exchange_p2p is True, but torch.distributed has no ring exchange")
-    if config is not None and not names:
+    given = {one.name: getattr(config, one.name) for one in attrs.fields(P2PConfig) if hasattr(config, one.name)}
+    if config is not None and not given:
         raise P2PUsageError(f"the config is {config!r:.80}; it must be None or have some of P2PConfig's attributes")
-    return P2PConfig(**{name: getattr(config, name) for name in names})
+    return P2PConfig(**given)

@@ -28,35 +28,23 @@ from pipegrid.gradients.main_grad import Modules, accumulation_dtype, named_modu
 
 @define
 class TieMark:
-    """The mark of a tied parameter (``parameter.tied``).
+    """The mark of a tied parameter (``parameter.tied``)."""
 
-    Attributes:
-        name: of the tie.
-        over_replicas: its ``REDUCE`` also sums over replicas; the data-parallel reduction must not repeat that.
-        summed: the ``REDUCE`` of this step is done, and its result not yet used.
-    """
-
-    name: str = field(on_setattr=setters.frozen)
+    name: str = field(on_setattr=setters.frozen)  # of the tie
+    # Its ``REDUCE`` also sums over replicas; the data-parallel reduction must not repeat that.
     over_replicas: bool = field(on_setattr=setters.frozen)
-    summed: bool = field(default=False, eq=False)
+    summed: bool = field(default=False, eq=False)  # the ``REDUCE`` of this step is done, and its result not yet used
 
 
 class Marks(NamedTuple):
-    """The attributes of a parameter that decide on its gradient.
+    """The attributes of a parameter that decide on its gradient."""
 
-    Attributes:
-        tie: ``tied``; None for a parameter that is not tied.
-        replica: ``tied_replica``, another copy of the tie counts for the norm.
-        expert: ``allreduce=False`` (Megatron's) or ``expert``, with replicas of its own.
-        partial: ``sequence_parallel`` (Megatron's) or ``partial_over_tp``: whole on every tp rank, its gradient a part.
-        sharded: ``tensor_model_parallel``, over tp.
-    """
-
-    tie: TieMark | None = None
-    replica: bool = False
-    expert: bool = False
+    tie: TieMark | None = None  # ``tied``; None for a parameter that is not tied
+    replica: bool = False  # ``tied_replica``, another copy of the tie counts for the norm
+    expert: bool = False  # ``allreduce=False`` (Megatron's) or ``expert``, with replicas of its own
+    # ``sequence_parallel`` (Megatron's) or ``partial_over_tp``: whole on every tp rank, its gradient a part.
     partial: bool = False
-    sharded: bool = False
+    sharded: bool = False  # ``tensor_model_parallel``, over tp
 
 
 _NO_MARKS = Marks()
@@ -78,33 +66,23 @@ def marks_of(parameter: torch.nn.Parameter) -> Marks:
 
 @frozen(eq=False)
 class ParameterGradient:
-    """The gradient of one parameter.
+    """The gradient of one parameter."""
 
-    Attributes:
-        module: the name of the first module that has the parameter.
-        name: of the parameter in that module; of a module with several stages here behind the stage's place among them.
-        marks: its attributes, when the layout was made.
-        replicas: their group, that of an expert's view for an expert's; None where there is no group.
-        tensor: the tensor-parallel ranks, likewise.
-        module_replicas: the number of replicas of the module.
-        mesh: the ranks that hold the shards of a DTensor; none of another parameter.
-        alike: the groups inside of the mesh that hold a shard alike: over these, the gradient may be parts of a sum.
-        by_fsdp: whether ``fully_shard`` reduces it, and has divided it by ``divided``; else 1.
-        dtype: in which it accumulates.
-    """
-
-    module: str
+    module: str  # the name of the first module that has the parameter
+    # Of the parameter in that module; of a module with several stages here behind the stage's place among them.
     name: str
     parameter: torch.nn.Parameter
-    marks: Marks
+    marks: Marks  # its attributes, when the layout was made
+    # Their group, that of an expert's view for an expert's; None where there is no group.
     replicas: dist.ProcessGroup | None
-    tensor: dist.ProcessGroup | None
-    module_replicas: int
-    mesh: frozenset[int]
+    tensor: dist.ProcessGroup | None  # the tensor-parallel ranks, likewise
+    module_replicas: int  # the number of replicas of the module
+    mesh: frozenset[int]  # the ranks that hold the shards of a DTensor; none of another parameter
+    # The groups inside of the mesh that hold a shard alike: over these, the gradient may be parts of a sum.
     alike: tuple[dist.ProcessGroup, ...]
-    by_fsdp: bool
+    by_fsdp: bool  # whether ``fully_shard`` reduces it, and has divided it by ``divided``; else 1
     divided: float
-    dtype: torch.dtype
+    dtype: torch.dtype  # in which it accumulates
 
     @property
     def summed_over(self) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:

@@ -40,19 +40,12 @@ _STORE_AGAIN_SECONDS = 10.0  # until one that was silent is asked again
 
 @frozen
 class Waiting:
-    """Settings of waits for collectives beside the plan. On CUDA only the current stream waits, not the host.
+    """Settings of waits for collectives beside the plan. On CUDA only the current stream waits, not the host."""
 
-    Attributes:
-        deadline: seconds for each collective; None leaves it to the group's own timeout.
-        monitor: of the job, whose deadline and failures then end a wait.
-        what: the collectives are, for errors.
-        of_step: whether a step waits, whose end records the first failure before it cuts the groups.
-    """
-
-    deadline: float | None = None
-    monitor: Monitor | None = None
-    what: str = REDUCTION
-    of_step: bool = False
+    deadline: float | None = None  # seconds for each collective; None leaves it to the group's own timeout
+    monitor: Monitor | None = None  # of the job, whose deadline and failures then end a wait
+    what: str = REDUCTION  # the collectives are, for errors
+    of_step: bool = False  # whether a step waits, whose end records the first failure before it cuts the groups
 
     def wait(
         self, work: Work | None, tensor: torch.Tensor, group: dist.ProcessGroup | None, *, host: bool = False

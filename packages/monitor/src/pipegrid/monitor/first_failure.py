@@ -30,11 +30,7 @@ _LONGEST = 2000
 
 @define(eq=False)
 class FirstFailure:
-    """One rank's access to the key of the first failure; the store is connected at the first failure.
-
-    Attributes:
-        rank: this rank.
-    """
+    """One rank's access to the key of the first failure; the store is connected at the first failure."""
 
     rank: int
     _store: ControlStore | None = None

@@ -32,17 +32,11 @@ class _Host:
 
 @define(eq=False)
 class LastSeen:
-    """The last signs of life of the other ranks and of the control store, as one rank has read them.
+    """The last signs of life of the other ranks and of the control store, as one rank has read them."""
 
-    Attributes:
-        control: the control store, whose calls have a short deadline.
-        server: the host of the store, as its clients name it; empty where that is not known.
-        clock: in seconds; tests move it.
-    """
-
-    control: Control
-    server: str
-    clock: Callable[[], float] = time.monotonic
+    control: Control  # the control store, whose calls have a short deadline
+    server: str  # the host of the store, as its clients name it; empty where that is not known
+    clock: Callable[[], float] = time.monotonic  # in seconds; tests move it
     _hosts: dict[int, _Host] = field(factory=dict, init=False)
     _changed: dict[int, tuple[bytes, float]] = field(factory=dict, init=False)  # since the rank waits
     _listened: float | None = field(default=None, init=False)

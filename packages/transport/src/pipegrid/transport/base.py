@@ -40,16 +40,12 @@ class Port(Protocol):
 
 @frozen(eq=False)
 class Verbs:
-    """A `Port` of two functions.
-
-    Attributes:
-        ahead: receives that may be posted before their turn in a plan.
-        takes_slots: whether ``irecv`` takes the ``slot`` in which a message is to arrive, as that of a lane does.
-    """
+    """A `Port` of two functions."""
 
     isend: Callable[[Payload], Handle]
     irecv: Callable[..., ReceiveHandle]
-    ahead: int = 0
+    ahead: int = 0  # receives that may be posted before their turn in a plan
+    # Whether ``irecv`` takes the ``slot`` in which a message is to arrive, as that of a lane does.
     takes_slots: bool = False
 
 

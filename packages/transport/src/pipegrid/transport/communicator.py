@@ -39,20 +39,13 @@ from pipegrid.transport.messages.payload import is_single_shape
 
 
 class LaneCommunicator(Communicator):
-    """A communicator whose messages travel on lanes that were opened together.
+    """A communicator whose messages travel on lanes that were opened together."""
 
-    Attributes:
-        config: settings of the lanes.
-        rank: this rank.
-        device: where sent payloads must live, and received ones do.
-        lanes: this rank's ends.
-        across: those to other replicas; None where the communicator does not know their ranks.
-    """
-
-    config: P2PConfig
+    config: P2PConfig  # settings of the lanes
     rank: int
-    device: torch.device
-    lanes: Lanes
+    device: torch.device  # where sent payloads must live, and received ones do
+    lanes: Lanes  # this rank's ends
+    # Those to other replicas; None where the communicator does not know their ranks.
     across: ReplicaTraffic | None = None
 
     @property

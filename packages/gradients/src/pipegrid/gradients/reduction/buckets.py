@@ -37,21 +37,15 @@ class Bucket:
 
     A large gradient that is alone is summed in place, and its flag beside it: nothing would overlap copies of it.
     Its methods are called without grad mode.
-
-    Attributes:
-        layouts: of its parameters, which are alike (`ParameterGradient.bucket`).
-        parameters: of ``layouts``.
-        tensor: group of tensor-parallel ranks to sum over first.
-        replicas: group of replicas to sum over; None where there is one, or a ``REDUCE`` has summed over them.
-        tie: the mark of the one parameter, if it is tied.
-        perhaps_partial: gradients may be partial sums over a mesh; the same on every replica, even without a gradient.
     """
 
-    layouts: tuple[ParameterGradient, ...]
-    parameters: tuple[torch.nn.Parameter, ...] = field(init=False)
-    tensor: dist.ProcessGroup | None = field(init=False)
+    layouts: tuple[ParameterGradient, ...]  # of its parameters, which are alike (`ParameterGradient.bucket`)
+    parameters: tuple[torch.nn.Parameter, ...] = field(init=False)  # of ``layouts``
+    tensor: dist.ProcessGroup | None = field(init=False)  # group of tensor-parallel ranks to sum over first
+    # Group of replicas to sum over; None where there is one, or a ``REDUCE`` has summed over them.
     replicas: dist.ProcessGroup | None = field(init=False)
-    tie: TieMark | None = field(init=False)
+    tie: TieMark | None = field(init=False)  # the mark of the one parameter, if it is tied
+    # Gradients may be partial sums over a mesh; the same on every replica, even without a gradient.
     perhaps_partial: bool = field(init=False)
     gradients: list[torch.Tensor | None] = field(factory=list)
     values: torch.Tensor | None = None  # the gradients, flat; None where nothing is summed

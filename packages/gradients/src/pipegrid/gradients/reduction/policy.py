@@ -53,24 +53,16 @@ class GradientPolicy:
     """The way from the gradients of this rank's stages to those of one process. Made by `gradient_policy`.
 
     Without the models, so that it can be kept between steps; `of_step` takes those that it was made for.
-
-    Attributes:
-        per_token: losses are sums, and gradients are divided by the tokens of the job.
-        weighted: these tokens add up to the microbatches of the job (``weighted_microbatches``).
-        reduced: the stages that `reduce_gradients` reduces, by module name.
-        loss_lanes: replicas of the loss; None where no grids are known (then each module's own).
-        loss_factors: by stage, what its loss is multiplied by, so that each loss is a mean over its own replicas.
-        by_hand: the config has a ``finalize_model_grads_func``, which is called in place of all this.
-        names: the module of each stage.
     """
 
-    per_token: bool
-    weighted: bool
-    reduced: Mapping[str, tuple[int, ...]]
-    loss_lanes: int | None
+    per_token: bool  # losses are sums, and gradients are divided by the tokens of the job
+    weighted: bool  # these tokens add up to the microbatches of the job (``weighted_microbatches``)
+    reduced: Mapping[str, tuple[int, ...]]  # the stages that `reduce_gradients` reduces, by module name
+    loss_lanes: int | None  # replicas of the loss; None where no grids are known (then each module's own)
+    # By stage, what its loss is multiplied by, so that each loss is a mean over its own replicas.
     loss_factors: Mapping[int, float]
-    by_hand: bool
-    names: Mapping[int, str]
+    by_hand: bool  # the config has a ``finalize_model_grads_func``, which is called in place of all this
+    names: Mapping[int, str]  # the module of each stage
 
     @property
     def losses(self) -> str:
@@ -101,22 +93,14 @@ class StepGradients:
     """The gradients of a step: compared among replicas before it, and finished after it as the policy says.
 
     It serves a later step of the same models as well, after `begin`, as long as `observed` finds no change in them.
-
-    Attributes:
-        policy: decides who finishes them.
-        models: this rank's, by stage.
-        config: of the step.
-        pg_collection: the process groups of this rank.
-        waiting: for collectives.
-        reduction: None where a wrapper or the user reduces, or nothing is trained.
     """
 
-    policy: GradientPolicy
-    models: Models
-    config: Any
-    pg_collection: Any
-    waiting: Waiting
-    reduction: GradientReduction | None
+    policy: GradientPolicy  # decides who finishes them
+    models: Models  # this rank's, by stage
+    config: Any  # of the step
+    pg_collection: Any  # the process groups of this rank
+    waiting: Waiting  # for collectives
+    reduction: GradientReduction | None  # None where a wrapper or the user reduces, or nothing is trained
 
     @cached_property
     def forms(self) -> dict[str, object]:

@@ -20,14 +20,10 @@ Shard = tuple[tuple[str, int], ...]
 
 @frozen
 class TieGroup:
-    """The ranks with a copy of one shard of a tied parameter.
+    """The ranks with a copy of one shard of a tied parameter."""
 
-    Attributes:
-        spec: the group to create: all copies, ascending by stage, then by rank.
-        contributing: the ranks whose gradient is a term of the sum. The others are tensor-parallel replicas.
-    """
-
-    spec: GroupSpec
+    spec: GroupSpec  # the group to create: all copies, ascending by stage, then by rank
+    # The ranks whose gradient is a term of the sum. The others are tensor-parallel replicas.
     contributing: frozenset[int]
 
 

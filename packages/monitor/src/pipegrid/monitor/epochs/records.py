@@ -67,21 +67,13 @@ class Verdict:
 
 @frozen
 class Ballot:
-    """A rank's vote: the key that it last worked on, and whether it has done it.
+    """A rank's vote: the key that it last worked on, and whether it has done it."""
 
-    Attributes:
-        number: of the key since the start of the job.
-        key: its text.
-        done: whether this rank has done it.
-        edge: whether new processes may join before this key.
-        ready: whether this rank has the state of the job.
-    """
-
-    number: int
-    key: str
-    done: bool
-    edge: bool = False
-    ready: bool = True
+    number: int  # of the key since the start of the job
+    key: str  # its text
+    done: bool  # whether this rank has done it
+    edge: bool = False  # whether new processes may join before this key
+    ready: bool = True  # whether this rank has the state of the job
 
     def to_text(self) -> str:
         """The ballot as text."""

@@ -33,13 +33,9 @@ class Ticket(Protocol):
 
 
 class Mover(Protocol):
-    """Moves the messages of one communicator.
+    """Moves the messages of one communicator."""
 
-    Attributes:
-        streams: messages complete in stream order, so that a wait need not hold the host.
-    """
-
-    streams: bool
+    streams: bool  # messages complete in stream order, so that a wait need not hold the host
 
     def start(self, operations: Sequence[Operation]) -> Sequence[Ticket]:
         """Start messages as one simultaneous batch; a ticket for each. RuntimeError where the connection is gone."""

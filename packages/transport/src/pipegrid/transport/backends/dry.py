@@ -11,18 +11,17 @@ from datetime import timedelta
 from pipegrid.transport.backends.base import Mover, Operation
 
 
-class DryTicket:
-    """A message of a dry run: done from the start."""
+class _DryTicket:
+    """A message of a dry run: done from the start, with nothing to wait for or to follow."""
 
     def hold(self, timeout: timedelta) -> None:
         """Return at once."""
 
     def done(self) -> bool:
-        """Always true."""
         return True
 
     def order(self) -> None:
-        """Return: there is nothing to follow."""
+        """Return at once."""
 
 
 class DryMover(Mover):
@@ -30,12 +29,12 @@ class DryMover(Mover):
 
     streams = False
 
-    def start(self, operations: Sequence[Operation]) -> Sequence[DryTicket]:
+    def start(self, operations: Sequence[Operation]) -> Sequence[_DryTicket]:
         """Fill the buffers of receives with zeros."""
         for sending, tensors, _, _ in operations:
             for tensor in () if sending else tensors:
                 tensor.detach().zero_()
-        return [DryTicket()] * len(operations)
+        return [_DryTicket()] * len(operations)
 
     def abort(self) -> None:
         """Return: nothing is under way."""

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from attrs import define, field
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -34,11 +35,11 @@ _ORDER_NUMBERS = 2**12
 _EPOCHS = 16
 
 
+@define(slots=False)
 class Loop:
     """The devices that groups are made on; the options of `BACKEND`."""
 
-    def __init__(self) -> None:
-        self._made: dict[str, Any] = {}
+    _made: dict[str, Any] = field(factory=dict, init=False)
 
     @cached_property
     def _devices(self) -> list[Any]:
@@ -109,20 +110,16 @@ class GlooTicket(list[Any]):
 
 
 class GlooMover(Mover):
-    """Sends and receives of a gloo backend.
+    """Sends and receives of a gloo backend, which has ``send`` and ``recv``.
 
-    Args:
-        backend: has ``send`` and ``recv``.
-        peers: per lane of this rank, by index, the rank at its other end, as rank in the group.
-        lanes: how many lanes use it, on all ranks.
+    ``peers``: per lane of this rank, by index, the rank at its other end, as rank in the group; ``lanes``: how many use
+    it, on all ranks.
     """
 
     streams = False
 
     def __init__(self, backend: Any, peers: Mapping[int, int], lanes: int) -> None:
-        self._send, self._recv = backend.send, backend.recv
-        self._peers = peers
-        self._lanes = lanes
+        self._send, self._recv, self._peers, self._lanes = backend.send, backend.recv, peers, lanes
         self._started = Counter[tuple[bool, int]]()  # sends to each peer, and receives
 
     def start(self, operations: Sequence[Operation]) -> Sequence[GlooTicket]:

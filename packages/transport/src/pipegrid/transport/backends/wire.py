@@ -70,20 +70,16 @@ class PostedHeader:
 
     def look(self) -> bytes | None:
         """Its first part; None before that has come. Looks at memory only."""
-        if not self._first[-1]:
-            return None
+        return self._part()[1] if self._first[-1] else None
+
+    def _part(self) -> tuple[int, bytes]:
         length = int.from_bytes(self._first[:_LENGTH_BYTES], "big")
-        return bytes(self._first[_LENGTH_BYTES : _LENGTH_BYTES + min(length, _FIRST_BYTES)])
+        return length, bytes(self._first[_LENGTH_BYTES : _LENGTH_BYTES + min(length, _FIRST_BYTES)])
 
     def take(self, timeout: timedelta) -> bytes:
-        """Wait for it.
-
-        Raises:
-            RuntimeError: the connection is gone, or it did not come.
-        """
+        """Wait for it; a RuntimeError where the connection is gone, or it did not come."""
         self._work.wait(timeout)
-        length = int.from_bytes(self._first[:_LENGTH_BYTES], "big")
-        data = bytes(self._first[_LENGTH_BYTES : _LENGTH_BYTES + min(length, _FIRST_BYTES)])
+        length, data = self._part()
         if len(data) < length:
             rest = bytearray(length - len(data))
             self.wire.receive(rest, self.index, self.kind + _REST).wait(timeout)
@@ -126,13 +122,11 @@ class Wire:
         return theirs
 
     def _send(self, data: bytearray, index: int, kind: int) -> Work:
-        tensor = torch.frombuffer(data, dtype=torch.uint8)
-        return self.group.send([tensor], self.peer, index * CONTROL_TAGS + kind)
+        return self.group.send([torch.frombuffer(data, dtype=torch.uint8)], self.peer, index * CONTROL_TAGS + kind)
 
     def receive(self, data: bytearray, index: int, kind: int) -> Work:
         """Post the receive of ``data``: a part of a message of that ``kind``."""
-        tensor = torch.frombuffer(data, dtype=torch.uint8)
-        return self.group.recv([tensor], self.peer, index * CONTROL_TAGS + kind)
+        return self.group.recv([torch.frombuffer(data, dtype=torch.uint8)], self.peer, index * CONTROL_TAGS + kind)
 
     # ---- End notices: why the other side ended its lanes
 
@@ -154,11 +148,7 @@ class Wire:
         return self._notice_buffer[-1] != 0
 
     def watch(self) -> None:
-        """Hold this thread until an end notice comes.
-
-        Raises:
-            RuntimeError: the connection was closed.
-        """
+        """Hold this thread until an end notice comes; a RuntimeError where the connection was closed."""
         self._watched = True
         self._notice.wait(FOREVER)
 

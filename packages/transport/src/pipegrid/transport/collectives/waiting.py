@@ -41,18 +41,13 @@ _LONGEST = 600  # characters of a backend's text, which may pass on the first fa
 
 @frozen
 class NotDone:
-    """Why a wait for a collective ended without its result.
+    """Why a wait for a collective ended without its result."""
 
-    Attributes:
-        why: the deadline passed (``late``); its user gave it up (``given up``); this rank aborted the group
-            (``aborted``); the backend failed, as it does where a rank has ended (``lost``).
-        text: of the reason, in one line; empty for ``late``.
-        error: of the backend, or of the abort.
-    """
-
+    # The deadline passed (``late``); its user gave it up (``given up``); this rank aborted the group (``aborted``); the
+    # backend failed, as it does where a rank has ended (``lost``).
     why: Literal["late", "given up", "aborted", "lost"]
-    text: str = ""
-    error: Exception | None = None
+    text: str = ""  # of the reason, in one line; empty for ``late``
+    error: Exception | None = None  # of the backend, or of the abort
 
     @classmethod
     def of(cls, error: RuntimeError) -> NotDone:
@@ -168,11 +163,9 @@ class HostCollectives:
     thread of its group, and the end of the group, by `destroy_process_group` or at the interpreter's exit, waits for
     that thread: until the group's timeout, half an hour by default. Until then the process of a rank that has raised
     does not end, and its launcher sees no failure. What does end the collective is the end of the connections.
-
-    Attributes:
-        apart: groups whose collectives go on where a step has failed, as those of a checkpoint in the background.
     """
 
+    # Groups whose collectives go on where a step has failed, as those of a checkpoint in the background.
     apart: weakref.WeakSet[ProcessGroup] = field(factory=weakref.WeakSet, init=False)
     _groups: dict[Any, ProcessGroup] = field(factory=dict, init=False)  # by work
 

@@ -66,13 +66,9 @@ T = TypeVar("T")
 
 @define(eq=False)
 class StoreCalls:
-    """Calls of a store with a deadline, whose failures are errors of lanes.
+    """Calls of a store with a deadline, whose failures are errors of lanes."""
 
-    Attributes:
-        seconds: each call's deadline, where it has none of its own.
-    """
-
-    seconds: float
+    seconds: float  # each call's deadline, where it has none of its own
     _calls: BoundedCalls = field(factory=lambda: BoundedCalls("pipegrid-opening"), init=False)
 
     def call(self, what: str, action: Callable[[], T], *, seconds: float | None = None) -> T:

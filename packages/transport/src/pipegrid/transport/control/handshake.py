@@ -33,20 +33,14 @@ class Handshake:
     the same step is *known* to both afterwards: their lanes then have the shapes of its messages. Each tells whether it
     is. Two that know the signatures of their batches must have the same one; where it is new to both, they may differ:
     a rank of another module may be given other parts of the batch.
-
-    Attributes:
-        lanes: all between the two ranks.
-        said: what this rank runs in this step.
-        heard: what the peer runs in it; None before that is known.
-        alike: whether it is known to go with what this rank runs.
     """
 
     peer: int
     lane: Lane
-    lanes: list[Lane] = field(factory=list, init=False)
-    said: str = field(default="", init=False)
-    heard: str | None = field(default=None, init=False)
-    alike: bool = field(default=False, init=False)
+    lanes: list[Lane] = field(factory=list, init=False)  # all between the two ranks
+    said: str = field(default="", init=False)  # what this rank runs in this step
+    heard: str | None = field(default=None, init=False)  # what the peer runs in it; None before that is known
+    alike: bool = field(default=False, init=False)  # whether it is known to go with what this rank runs
     _known: dict[str, None] = field(factory=dict, init=False)
     _batch: str | None = field(default=None, init=False)  # of this step, while lanes follow it
     _coming: PostedHeader | RuntimeError = field(init=False)  # an error: the peer had ended before

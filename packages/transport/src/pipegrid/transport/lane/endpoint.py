@@ -44,27 +44,16 @@ _BUFFERS_KEPT = 64  # signatures, where shapes vary
 
 @frozen(eq=False, kw_only=True)
 class Endpoint:
-    """One end (or, on one rank, both) of a lane: what all parts of it there know.
+    """One end (or, on one rank, both) of a lane: what all parts of it there know."""
 
-    Attributes:
-        spec: which lane.
-        rank: this global rank.
-        device: where payloads live.
-        config: the settings that the lane was opened with.
-        connection: what it shares with others.
-        index: its number among all lanes of its communicator.
-        standing: the one message of the lane, where it was fixed when the lane was opened.
-        tally: what is counted.
-    """
-
-    spec: LaneSpec
-    rank: int
-    device: torch.device
-    config: P2PConfig
-    connection: Connection
-    index: int
-    standing: Signature | None = None
-    tally: Tally = field(factory=Tally, init=False)
+    spec: LaneSpec  # which lane
+    rank: int  # this global rank
+    device: torch.device  # where payloads live
+    config: P2PConfig  # the settings that the lane was opened with
+    connection: Connection  # what it shares with others
+    index: int  # its number among all lanes of its communicator
+    standing: Signature | None = None  # the one message of the lane, where it was fixed when the lane was opened
+    tally: Tally = field(factory=Tally, init=False)  # what is counted
 
     @property
     def peer(self) -> int:

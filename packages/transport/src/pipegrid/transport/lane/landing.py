@@ -80,13 +80,9 @@ class Landings:
 
 @define(eq=False)
 class Landing:
-    """A receive beside a header; the `ReceiveBuffers` of the message that comes in it, if one does.
+    """A receive beside a header; the `ReceiveBuffers` of the message that comes in it, if one does."""
 
-    Attributes:
-        ticket: of the receive.
-    """
-
-    ticket: Ticket
+    ticket: Ticket  # of the receive
     _buffer: Tensor
     _landings: Landings
     _form: ReceiveBuffers = field(init=False)

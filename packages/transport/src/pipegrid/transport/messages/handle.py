@@ -96,20 +96,14 @@ class TransferLane(Protocol):
 # of its own (by attrs), which the interpreter can specialise.
 @define(eq=False, repr=False, weakref_slot=False)
 class Transfer:
-    """A message that is sent on a lane: the handle of its sender.
+    """A message that is sent on a lane: the handle of its sender."""
 
-    Attributes:
-        lane: the lane.
-        sequence: the message's number on the lane, from 0; -1 until it is started.
-        error: why it failed.
-    """
-
-    lane: TransferLane
-    sequence: int = -1
+    lane: TransferLane  # the lane
+    sequence: int = -1  # the message's number on the lane, from 0; -1 until it is started
     ticket: Any = None  # the mover's, once it has the transfer
     tensors: Sequence[Tensor] = ()  # kept while the backend may use them
     state: State = _ACTIVE
-    error: BaseException | None = None
+    error: BaseException | None = None  # why it failed
     signature: Signature | None = None  # None: the one that stands on the lane
     # Works of the headers before it: gloo would not deliver headers whose works are dropped. The other side posts the
     # receive after reading them, so over gloo they are done when the transfer is; over NCCL the lane keeps them.

@@ -85,19 +85,12 @@ def _as_tuples(value: Any) -> Any:
 
 @define(eq=False)
 class StepShapes:
-    """The messages of a lane in the first step of a batch signature.
+    """The messages of a lane in the first step of a batch signature."""
 
-    Attributes:
-        messages: in order.
-        number: of the signature on this lane, from 1: keeps its messages apart from those of other steps.
-        standing: the message that all of them are; None where they differ.
-        plain: what the end of the lane makes of it, where it is plain.
-    """
-
-    messages: tuple[Signature, ...]
-    number: int
-    standing: Signature | None = field(init=False)
-    plain: Any = None
+    messages: tuple[Signature, ...]  # in order
+    number: int  # of the signature on this lane, from 1: keeps its messages apart from those of other steps
+    standing: Signature | None = field(init=False)  # the message that all of them are; None where they differ
+    plain: Any = None  # what the end of the lane makes of it, where it is plain
 
     def __attrs_post_init__(self) -> None:
         first = self.messages[0]

@@ -173,17 +173,13 @@ class ExpectedShape:
 
 @frozen(eq=False)
 class PlainMessage:
-    """A message of one tensor that travels as it is.
-
-    Attributes:
-        nbytes: its size.
-    """
+    """A message of one tensor that travels as it is."""
 
     signature: Signature
     shape: torch.Size
     dtype: torch.dtype
     device: torch.device
-    nbytes: int
+    nbytes: int  # its size
 
     def fits(self, payload: Any) -> bool:
         """Whether a payload is this message, and needs no other check."""

@@ -28,17 +28,11 @@ class GroupAbortedError(RuntimeError):
 
 @define(eq=False)
 class Abort:
-    """The abort of one group.
+    """The abort of one group."""
 
-    Attributes:
-        cause: why; the first failure is its first line.
-        ended: set when the abort has returned.
-        kept: tensors and works that the device may use until then.
-    """
-
-    cause: str
-    ended: threading.Event = field(factory=threading.Event)
-    kept: list[Any] = field(factory=list)
+    cause: str  # why; the first failure is its first line
+    ended: threading.Event = field(factory=threading.Event)  # set when the abort has returned
+    kept: list[Any] = field(factory=list)  # tensors and works that the device may use until then
 
     def keep(self, *held: Any) -> None:
         """Hold objects until the abort has returned."""

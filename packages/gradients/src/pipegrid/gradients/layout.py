@@ -142,11 +142,10 @@ class GradientLayout:
         return (each for each in self.gradients if each.parameter.requires_grad)
 
     def require_groups(self, dims: Iterable[str] = ()) -> None:
-        """Raise for a module without a group that a sum, or with ``dims`` a norm, needs.
+        """Raise a GradientError for a module without a group that a sum, or with ``dims`` a norm, needs.
 
-        Raises:
-            GradientError: the sizes of a collection's grid demand the group, or an expert or cp ranks do. ``dims`` are
-                needed where the module has a parameter that is not sharded.
+        The sizes of a collection's grid demand the group, or an expert or cp ranks do. ``dims`` are needed where the
+        module has a parameter that is not sharded.
         """
         whole = {each.module for each in self.gradients if not (is_dtensor(each.parameter) or each.marks.sharded)}
         for name in self.names:

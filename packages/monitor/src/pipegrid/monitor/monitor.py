@@ -254,11 +254,7 @@ class Monitor:
             self._threads[0].start()
 
     def end(self) -> None:
-        """End the step. The device may still be at work; it stays watched.
-
-        Raises:
-            DisagreementError, JobFailedError: as `begin`, of what was announced beside the step.
-        """
+        """End the step; raises as `begin`, of what was announced beside it. The device stays watched."""
         self.announce()
         call, self._announcement = self._announcement, None
         if call is not None:
@@ -286,10 +282,7 @@ class Monitor:
                 self._calls.start(self._unbounded.tidy)  # for which no step waits
 
     def _require_announced(self, now: float) -> None:
-        """Abort this rank's transfers if the store has refused the step's announcement, or is late with an answer.
-
-        ``now``: in `time.monotonic` seconds.
-        """
+        """Abort transfers if the store has refused the step's announcement, or is late with an answer."""
         call = self._announcement
         if call is None:
             return
@@ -492,10 +485,7 @@ class Monitor:
             self._tells(watched.stands)
 
     def _tells(self, place: Callable[[], str]) -> bool:
-        """Publish the ``place`` where this rank stays, read now: a step may have left what a look has seen.
-
-        Whether the store has answered.
-        """
+        """Publish the ``place``, read now: a step may have left what a look has seen; whether the store answered."""
         try:
             with self._telling:
                 self._brief.publish(place(), last=True)

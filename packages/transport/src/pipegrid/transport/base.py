@@ -99,8 +99,7 @@ class Communicator:
     def port(self, edge: Edge, direction: Direction) -> Port:
         """This rank's end of ``edge`` (forward), or of the way against it (backward). A runtime asks once for each.
 
-        Raises:
-            P2PUsageError: this rank has no such end.
+        Raises P2PUsageError where this rank has no such end.
         """
         raise P2PUsageError(f"{type(self).__name__} has no port for edge {edge} {direction.name.lower()}")
 
@@ -117,8 +116,7 @@ class Communicator:
     def port_across(self, edge: Edge, direction: Direction, replica: int) -> Port:
         """`port` of an edge whose other end is in another replica, where routes move a unit there or back.
 
-        Raises:
-            P2PUsageError: no data goes from one replica to another.
+        Raises P2PUsageError where no data goes from one replica to another.
         """
         raise P2PUsageError(
             f"{type(self).__name__} moves data within one replica: it has no port to replica {replica} for edge {edge} "
@@ -172,10 +170,7 @@ class Communicator:
     def neighbours_across(
         self, edges: Iterable[Edge], across: Iterable[tuple[Edge, int]]
     ) -> Sequence[Handshake] | None:
-        """`neighbours`, and those at the other ends of the edges of ``across`` in other replicas, each with that.
-
-        By default those of this replica alone.
-        """
+        """`neighbours`, and those at the other ends of ``across``, edges to replicas; by default none of them."""
         del across
         return self.neighbours(edges)
 
@@ -209,11 +204,7 @@ class Communicator:
 
 
 def as_communicator(given: Any) -> Communicator:
-    """``given``; for None a `Communicator` that moves nothing.
-
-    Raises:
-        StepArgumentError: it does not derive from `Communicator`.
-    """
+    """``given``, or for None a `Communicator` that moves nothing; a StepArgumentError for what is no `Communicator`."""
     if given is None:
         return Communicator()
     if not isinstance(given, Communicator):

@@ -89,8 +89,7 @@ class LaneCommunicator(Communicator):
 
         Raises:
             P2PUsageError: the communicator was made without ``replicas``, or there is no such edge or replica.
-            P2PMismatchError: the other end opens other lanes.
-            P2PTimeoutError: the other end did not come.
+            P2PError: as of `open_lanes`.
         """
         self._to_others.open(sends=sends, receives=receives)
 

@@ -190,11 +190,10 @@ class StepGradients:
             self.reduction.begin()
 
     def require_whole(self) -> None:
-        """Raise unless every replica can end the step with whole gradients, as ``force_all_reduce`` asks.
+        """Raise a GradientError unless every replica can end the step with whole gradients.
 
-        Raises:
-            GradientError: a module is sharded over its replicas, or in a wrapper that may keep shards; or the user's
-                finalizer takes no ``force_all_reduce``.
+        ``force_all_reduce`` asks for these. A module sharded over its replicas, or in a wrapper that may keep shards,
+        has none; nor has a user's finalizer that takes no ``force_all_reduce``.
         """
         for stage, model in self.models.items():
             wrapped = hasattr(model, "no_sync") and not isinstance(model, DistributedDataParallel)
@@ -346,9 +345,9 @@ def _require_bare(model: torch.nn.Module, name: str, *, differ: bool, reduces: b
 def _fault(
     model: torch.nn.Module, *, by_hand: bool, own: int | None, divisor: int | str | None, whole: bool, alone: bool
 ) -> str | None:
-    """Why gradients that `reduce_gradients` does not finish differ from their sum over ``own`` replicas by ``divisor``.
+    """Why gradients that `reduce_gradients` does not finish are not their sum by ``divisor``; None: they are.
 
-    None: they do not. ``by_hand``: a finalizer follows; ``whole``: there is one tp rank; ``alone``: one stage.
+    ``own``: replicas; ``by_hand``: a finalizer follows; ``whole``: there is one tp rank; ``alone``: one stage.
     """
     averaged = own == divisor
     if not averaged and None in fsdp_divisors(model).values():

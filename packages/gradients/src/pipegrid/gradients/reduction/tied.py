@@ -67,10 +67,8 @@ class TiedParameters:
         """Sum the gradient over all copies: the ``REDUCE`` of this name (``reducers={name: tied.reduce}``).
 
         Afterwards the gradients of all copies are bitwise equal. A copy without one counts as zero and gets the sum.
-        With the second sum, and each `COMPARED_EVERY` after it, the copies are compared before (`require_equal`).
-
-        Raises:
-            ReplicaError: as `require_equal`.
+        With the second sum, and each `COMPARED_EVERY` after it, the copies are compared before; raises as
+        `require_equal`.
         """
         if not self.copies:
             return

@@ -256,12 +256,7 @@ class Epochs:
             self._heartbeat.fail(silent(failure))
 
     def check(self, where: str) -> None:
-        """Raise if this rank has noticed that the epoch ends. Local.
-
-        Raises:
-            RankLostError: a member is lost, or has called for a vote.
-            JobFailedError: this rank's heartbeat has ended.
-        """
+        """Raise a RankLostError if the epoch ends, a JobFailedError if this rank's heartbeat has. Local."""
         if self._failed or self._heartbeat.failure:
             raise JobFailedError(f"{where}: {self._failed or self._heartbeat.failure}")
         if self._heartbeat.alarm is not None:

@@ -16,16 +16,8 @@ def admission(stored: StoredEpochs, heartbeat: Heartbeat, epoch: Epoch, deadline
     """Ask to join, and wait for the vote result by which this process is a member, or that the job has failed.
 
     It may take as long as a step, or until other new processes, with which this one computes, have asked as well.
-
-    Args:
-        stored: the epoch store, over this thread's connection.
-        heartbeat: the heartbeat of this process.
-        epoch: the first one, or a later one: the current one is found from it.
-        deadline: seconds in which some member's heartbeat is seen, or an earlier process of the rank is voted out.
-
-    Raises:
-        FencedError: an earlier process of the rank lives, or a later one has started.
-        JobFailedError: the job has ended, or no member has a heartbeat.
+    ``stored`` is over this thread's connection; the current epoch is found from ``epoch``; ``deadline``: seconds in
+    which some member's heartbeat is seen, or an earlier process of the rank is voted out. Raises as `Epochs.join`.
     """
     rank, own, began = heartbeat.rank, heartbeat.incarnation, time.monotonic()
     stored.ask(rank, own)

@@ -243,11 +243,7 @@ class PendingCollectives(Generic[Label]):
         return None
 
     def check(self) -> None:
-        """Raise the error of a collective that has failed, once. Never blocks.
-
-        Raises:
-            RuntimeError: one has failed; the text begins with its label.
-        """
+        """Raise a RuntimeError for a collective that has failed, once; the text begins with its label. Never blocks."""
         failed = self.failed()
         if failed is not None:
             label, error = failed

@@ -68,10 +68,7 @@ class NeighbourTransfers:
             return tensor, started
 
     def _start_all(self, **parts: tuple[Any] | None) -> dict[str, Any]:
-        """Start transfers; as one batch, if so configured.
-
-        Nothing is posted before all of them are known to be valid, as one batch or not.
-        """
+        """Start transfers, as one batch if so configured; nothing is posted before all of them are valid."""
         given = {name: part[0] for name in _NAMES if (part := parts.get(name)) is not None}
         if len(given) < 2:
             return {name: self._start(name, value) for name, value in given.items()}
@@ -236,8 +233,7 @@ class NeighbourVerbs:
     ) -> tuple[Any, Any]:
         """Send an activation to the next and a gradient to the previous rank, and receive one of each.
 
-        Returns:
-            ``(activation, gradient)``, each None where it is not received.
+        Returns ``(activation, gradient)``, each None where it is not received.
         """
         received = self._transfers.exchange(
             "forward-backward-send-forward-backward-recv",

@@ -74,10 +74,8 @@ class StoreCalls:
     def call(self, what: str, action: Callable[[], T], *, seconds: float | None = None) -> T:
         """The result of ``action``.
 
-        Raises:
-            P2PPeerError: the deadline passed, or that of an earlier call whose answer has not come yet; or the store
-                is lost.
-            P2PLaneDeadError: the communicator was closed.
+        Raises P2PPeerError where the deadline passed, also that of an earlier call whose answer has not come yet, or
+        the store is lost; P2PLaneDeadError where the communicator was closed.
         """
         if self._calls.closed:
             raise P2PLaneDeadError("the communicator was closed on this rank")
@@ -98,15 +96,11 @@ class StoreCalls:
 
 
 class Connector:
-    """Connects this rank with the ranks at the other ends of its lanes.
-
-    Attributes:
-        groups: all that were made.
-        turn: how often lanes between this rank and one of its peers had been opened before; their number is the same.
-    """
+    """Connects this rank with the ranks at the other ends of its lanes."""
 
     def __init__(self, rank: int, *, backend: str, device: torch.device, config: P2PConfig) -> None:
-        self.groups: list[Any] = []
+        self.groups: list[Any] = []  # all that were made
+        # How often lanes between this rank and one of its peers had been opened before; their number is the same.
         self.turn = 0
         self._rank, self._device, self._config = rank, device, config
         self._on_device = kind_of(backend).in_streams and not config.staged
@@ -162,8 +156,7 @@ class Connector:
     def _compare(self, pair: tuple[int, int], between: Mapping[GroupSpec, Sequence[LaneSpec]]) -> None:
         """Compare with the other rank of ``pair`` how both make groups: each would wait for one that it alone makes.
 
-        Raises:
-            P2PMismatchError: they differ; on both ranks, once both have come.
+        Raises P2PMismatchError where they differ; on both ranks, once both have come.
         """
         rank, config = self._rank, self._config
         groups = "; ".join(f"{spec.label} of ranks {list(spec.ranks)}" for spec in between)

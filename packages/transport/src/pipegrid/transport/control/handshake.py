@@ -86,8 +86,7 @@ class Handshake:
     def hear(self, seconds: float) -> str | None:
         """Wait until it is known what the peer runs, unless it is; that, if it differs from this rank's step.
 
-        Raises:
-            P2PError: the peer has ended, or ended the lane, or said nothing for so many ``seconds``.
+        Raises P2PError where the peer has ended, or ended the lane, or said nothing for so many ``seconds``.
         """
         heard = self.heard
         if heard is None:

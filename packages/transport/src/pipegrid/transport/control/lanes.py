@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Self
 
+from attrs import define, field
+
 from pipegrid.core.lanes import LaneSpec
 from pipegrid.topology import destroy_groups, discard_groups
 from pipegrid.transport.backends.wire import Wire
@@ -33,18 +35,13 @@ _STREAMED_TICK_SECONDS = 0.002
 
 
 class Lanes(dict[LaneSpec, Lane]):
-    """The lanes that a rank opened together, by spec. A context manager: `close` at the end.
-
-    Attributes:
-        submitter: starts the transfers of all of them.
-        on_device: whether messages complete in stream order, so that the order of their launches matters.
-        turn: how often this rank and its peers had opened lanes before.
-    """
+    """The lanes that a rank opened together, by spec. A context manager: `close` at the end."""
 
     def __init__(self, submitter: Submitter, turn: int = 0) -> None:
         super().__init__()
-        self.submitter, self.turn = submitter, turn
-        self.on_device = False
+        self.submitter = submitter  # starts the transfers of all of them
+        self.turn = turn  # how often this rank and its peers had opened lanes before
+        self.on_device = False  # whether messages complete in stream order: the order of their launches matters
         self._ends: list[LaneTransfers] = []
         self._watchers: list[BackgroundThread] = []
         self._groups: list[Any] = []
@@ -77,14 +74,13 @@ class Lanes(dict[LaneSpec, Lane]):
         Communicators come in the order of calls; within a shared one, messages come in the order of lanes. Batches
         inside a batch belong to it.
 
-        Args:
-            together: False starts them one after the other, at the end all the same. Ignored in strict mode and on
-                shared communicators, where two ranks that both send first would wait for each other.
-            by_lane: communicators come in the order of lanes, too: for an exchange in which every rank sends and
-                receives. In the order of calls, both ends would send first, and wait for each other where a GPU plays
-                the kernels of several communicators one by one.
+        ``together`` False starts them one after the other, at the end all the same; ignored where `batches` of the
+        submitter, as two ranks that both send first would wait for each other. ``by_lane`` has communicators come in
+        the order of lanes, too: for an exchange in which every rank sends and receives. In the order of calls, both
+        ends would send first, and wait for each other where a GPU plays the kernels of several communicators one by
+        one.
         """
-        return Batch(self.submitter, together=together or self.submitter.batches, by_lane=by_lane)
+        return Batch(self.submitter, together or self.submitter.batches, by_lane)
 
     @property
     def batches(self) -> bool:
@@ -198,10 +194,10 @@ def _watch(ends: Sequence[LaneTransfers]) -> list[BackgroundThread]:
 
 
 def _drop(process: int, ends: Sequence[LaneTransfers], *parts: Any) -> None:
-    """End lanes that nothing holds any more, or at the interpreter's exit.
+    """End lanes that nothing holds any more, or at the interpreter's exit, which waiting threads must not outlive.
 
     The garbage collector runs in any thread, also in one that holds the lock of a lane: a thread of their own ends
-    them, and is waited for a moment. Threads that wait in the backend must not outlive the interpreter.
+    them, and is waited for a moment.
     """
     given = process, ends, *parts, _EXIT_SECONDS, _DROPPED
     if os.getpid() == process and threading.main_thread().is_alive():
@@ -269,18 +265,22 @@ def _is_closed(lane: LaneTransfers) -> bool:
     return not lane.connection.mover.streams or lane.ending.notice is not None
 
 
+@define(eq=False)
 class _Progress:
-    """Sweeps ``lanes``, every ``tick`` seconds while any of them has transfers under way; sleeps otherwise.
+    """Sweeps lanes, every ``tick`` seconds while any of them has transfers under way; sleeps otherwise.
 
     A rank that waits for a message of a step that its neighbour does not run is not left to its deadline: lanes end as
-    soon as one of ``handshakes`` tells.
+    soon as one of the handshakes tells.
     """
 
-    def __init__(self, lanes: list[LaneTransfers], submit: Submitter, handshakes: dict[int, Handshake]) -> None:
-        self._lanes, self._handshakes = lanes, handshakes
-        self._submit = submit
-        self._stopped = False
-        self.tick = _TICK_SECONDS
+    _lanes: list[LaneTransfers]
+    _submit: Submitter
+    _handshakes: dict[int, Handshake]
+    tick: float = field(default=_TICK_SECONDS, init=False)
+    _stopped: bool = field(default=False, init=False)
+    _thread: BackgroundThread = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
         self._thread = BackgroundThread(target=self._run, name="pipegrid-progress", daemon=True)
         self._thread.start()
 

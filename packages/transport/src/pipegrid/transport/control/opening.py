@@ -86,7 +86,7 @@ def open_lanes(
     fixed = {spec: signature_of(*flatten(payload)) for spec, payload in (standing or {}).items()}
     every = communicators_of([spec for spec in ordered if not spec.is_local], settings.communicators, carried or {})
     own = [bundle for bundle in every if any(here in spec.pair for spec in bundle)]
-    submitter = Submitter(settings, shares=False) if beside is None else beside.submitter
+    submitter = Submitter(settings.strict) if beside is None else beside.submitter
     submitter.shares |= any(len(bundle) > 1 for bundle in own)
     lanes: dict[LaneSpec, Lane] = {}
     end_of = partial(Endpoint, rank=here, device=place, config=settings)

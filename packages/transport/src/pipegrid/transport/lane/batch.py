@@ -8,7 +8,8 @@ from operator import attrgetter
 from threading import get_ident
 from typing import Any
 
-from pipegrid.transport.config import P2PConfig
+from attrs import define, field
+
 from pipegrid.transport.errors import P2PError, P2PUsageError
 from pipegrid.transport.messages.handle import State, Transfer
 from pipegrid.transport.streams import current_stream, working_on
@@ -16,18 +17,16 @@ from pipegrid.transport.streams import current_stream, working_on
 _ACTIVE = State.ACTIVE  # members of an Enum are looked up slowly
 
 
+@define(eq=False)
 class Batch:
     """A block whose transfers start at its end. A context manager: see `Lanes.batch`."""
 
-    __slots__ = ("_before", "_by_lane", "_entered", "_submitter", "_thread", "_together")
-
-    def __init__(self, submitter: Submitter, *, together: bool, by_lane: bool) -> None:
-        self._submitter = submitter
-        self._together = together
-        self._by_lane = by_lane
-        self._before = 0  # transfers of the batch around this one
-        self._entered = False
-        self._thread: int | None = None  # None: inside another batch
+    _submitter: Submitter
+    _together: bool
+    _by_lane: bool
+    _before: int = field(default=0, init=False)  # transfers of the batch around this one
+    _entered: bool = field(default=False, init=False)
+    _thread: int | None = field(default=None, init=False)  # None: inside another batch
 
     def __enter__(self) -> None:
         if self._entered:
@@ -52,32 +51,22 @@ class Batch:
                     call()
 
 
+@define(eq=False)
 class Submitter:
-    """Starts the transfers of lanes that were opened together: the submit function of each of them.
+    """Starts the transfers of lanes that were opened together: the submit function of each of them."""
 
-    Attributes:
-        pending: of each thread that is inside a batch, the transfers that it has submitted.
-        calls: of each such thread, what `when_started` is to call.
-        lock: held while transfers get their numbers and are started, so that both happen in the same order.
-        asleep: whether the progress thread needs ``wake`` to look at the lanes.
-        in_order: start transfers in the order of calls, even where that means to wait for a receive's header.
-        patience: seconds that a transfer has for which no caller says how many, where it is more than the deadline.
-        shares: whether some of the lanes share a communicator.
-        strict: each batch is waited for.
-
-    Args:
-        config: of the lanes.
-    """
-
-    def __init__(self, config: P2PConfig, *, shares: bool) -> None:
-        self.lock = threading.RLock()
-        self.wake: threading.Event = threading.Event()
-        self.asleep = True
-        self.in_order = False
-        self.patience = 0.0
-        self.pending: dict[int, list[Transfer]] = {}
-        self.calls: dict[int, list[Callable[[], None]]] = {}
-        self.shares, self.strict = shares, config.strict
+    strict: bool  # each batch is waited for
+    shares: bool = False  # some of the lanes share a communicator
+    in_order: bool = (
+        False  # start transfers in the order of calls, even where that means to wait for a receive's header
+    )
+    patience: float = 0.0  # seconds of a transfer for which no caller says how many, where that is above the deadline
+    pending: dict[int, list[Transfer]] = field(factory=dict, init=False)  # of each thread that is inside a batch
+    calls: dict[int, list[Callable[[], None]]] = field(factory=dict, init=False)  # likewise: of `when_started`
+    # Held while transfers get their numbers and are started, so that both happen in the same order.
+    lock: threading.RLock = field(factory=threading.RLock, init=False)
+    wake: threading.Event = field(factory=threading.Event, init=False)
+    asleep: bool = field(default=True, init=False)  # whether the progress thread needs ``wake`` to look at the lanes
 
     @property
     def batches(self) -> bool:
@@ -107,15 +96,12 @@ class Submitter:
 
     def submit_pending(self, transfers: Sequence[Transfer], *, together: bool) -> None:
         """Start the transfers of a batch."""
-        ahead: dict[Any, int] = {}  # sends of each lane
-        for transfer in transfers:
-            if not transfer.sending:
-                continue
+        ahead: dict[Any, int] = {}  # by lane, sends before the next one
+        for transfer in (one for one in transfers if one.sending):
             lane: Any = transfer.lane
-            before = ahead.get(lane, 0)
-            ahead[lane] = before + 1
+            ahead[lane] = ahead.get(lane, -1) + 1
             try:
-                lane.check(transfer, ahead=before)
+                lane.check(transfer, ahead=ahead[lane])
             except P2PUsageError as error:
                 for one in transfers:
                     one.state, one.error = State.FAILED, error
@@ -209,7 +195,7 @@ class Submitter:
                 previous = connection
         for batch in batches:
             if len(batch) > 1:
-                batch.sort(key=_by_lane)
+                batch.sort(key=lambda one: one[0].spec)
             try:
                 with working_on(batch[0][1].stream):
                     tickets = batch[0][0].mover.start([lane.operation(transfer) for lane, transfer in batch])
@@ -226,12 +212,12 @@ class Submitter:
 def _by_call(transfers: Sequence[Transfer]) -> list[Transfer]:
     """Transfers in order, those of a shared communicator at the place of its first: they are one call."""
     first: dict[int, int] = {}
-    places = []
-    for number, transfer in enumerate(transfers):
-        lane: Any = transfer.lane
-        connection = lane.connection
-        places.append(first.setdefault(id(connection), number) if connection.is_shared else number)
-    return [transfers[number] for number in sorted(range(len(places)), key=places.__getitem__)]
+
+    def place(numbered: tuple[int, Any]) -> int:
+        connection = numbered[1].lane.connection
+        return first.setdefault(id(connection), numbered[0]) if connection.is_shared else numbered[0]
+
+    return [transfer for _, transfer in sorted(enumerate(transfers), key=place)]
 
 
 def _settle(transfer: Transfer) -> None:
@@ -239,7 +225,3 @@ def _settle(transfer: Transfer) -> None:
     lane: Any = transfer.lane
     if not transfer.is_ready:
         lane.transfers.settle()
-
-
-def _by_lane(one: tuple[Any, Transfer]) -> Any:
-    return one[0].spec

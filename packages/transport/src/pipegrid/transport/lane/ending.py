@@ -37,32 +37,11 @@ _ACTIVE, _FAILED, _PENDING = State.ACTIVE, State.FAILED, State.PENDING
 
 
 class LaneEnding:
-    """The end of a lane and of each of its transfers.
+    """The end of a lane and of each of its transfers, which are in ``queue``; ``error`` is why the lane is dead."""
 
-    Attributes:
-        spec: which lane.
-        rank: this global rank.
-        peer: the global rank at the other end.
-        connection: what the lane shares with others.
-        queue: transfers that were started, in order, and have not been seen to end.
-        error: why the lane is dead; None while it lives.
-    """
-
-    def __init__(
-        self,
-        end: Endpoint,
-        *,
-        outgoing: Outgoing,
-        queue: deque[Transfer],
-        wait_lock: WaitLock,
-    ) -> None:
-        self.spec, self.rank, self.peer, self.connection, self.queue = (
-            end.spec,
-            end.rank,
-            end.peer,
-            end.connection,
-            queue,
-        )
+    def __init__(self, end: Endpoint, *, outgoing: Outgoing, queue: deque[Transfer], wait_lock: WaitLock) -> None:
+        self.spec, self.rank, self.peer, self.connection = end.spec, end.rank, end.peer, end.connection
+        self.queue = queue  # transfers that were started, in order, and have not been seen to end
         self.error: P2PError | None = None
         self._wire, self._outgoing = end.wire, outgoing
         self._wait_lock, self._states = wait_lock, wait_lock.states

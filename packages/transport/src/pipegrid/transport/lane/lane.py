@@ -285,12 +285,9 @@ class Lane:
         self.ending.require_alive()
 
     def renew(self) -> None:
-        """Forget the agreed shapes; the next message agrees on new ones.
+        """Forget the agreed shapes; the next message agrees on new ones. Raises as `require_renewable`.
 
         Both ends must call it between the same two messages, for example between training and evaluation.
-
-        Raises:
-            P2PUsageError: see `require_renewable`.
         """
         self.require_renewable()
         self._count_alone()
@@ -304,9 +301,8 @@ class Lane:
         """Begin a step of a ``batch`` signature that `learn` has noted at both ends; None announces each message.
 
         The first receives of such a step are posted now (`P2PConfig.receives_ahead`): how many there are is known.
-
-        Raises:
-            P2PMismatchError: the step before has received fewer messages than were sent for its signature before.
+        Raises P2PMismatchError where the step before has received fewer messages than were sent for its signature
+        before.
         """
         if self._early:
             raise P2PMismatchError(
@@ -345,11 +341,7 @@ class Lane:
                 self._bound.pop(self._steps.pop(next(iter(self._steps))).number, None)
 
     def require_renewable(self) -> None:
-        """Raise unless `renew` is possible now.
-
-        Raises:
-            P2PUsageError: every message is announced on this lane, or receives are under way.
-        """
+        """Raise a P2PUsageError where every message is announced on this lane, or receives are under way."""
         if not self.outgoing.contract.stands:
             raise P2PUsageError(
                 f"lane {self.spec} has shapes={self.config.shape_mode!r}: every message is announced, "
@@ -366,11 +358,7 @@ class Lane:
     # ---- Under the lock of the submitter: numbers, shapes, the backend
 
     def check(self, transfer: Transfer, *, ahead: int) -> None:
-        """Raise for a send that `admit` would not start, where ``ahead`` others go before it.
-
-        Raises:
-            P2PUsageError: see `ShapeContract.check`; nothing was sent.
-        """
+        """Raise as `ShapeContract.check` for a send that `admit` would not start, ``ahead`` others before it."""
         if transfer.signature is not None and self.ending.error is None:
             self.outgoing.contract.check(transfer.signature, self.sent + ahead, ahead=ahead)
 

@@ -46,25 +46,11 @@ def first_of(queue: deque[Entry]) -> Entry | None:
 
 
 class LaneTransfers(ABC):
-    """The transfers of a lane that are under way, until each has ended. A subclass per way of waiting.
+    """The transfers of a lane that are under way, until each has ended. A subclass per way of waiting."""
 
-    Attributes:
-        config: the settings that the lane was opened with.
-        connection: what it shares with others.
-        ending: ends the lane, and sets the end of each transfer.
-        queue: transfers that were started, in order, and have not been seen to end.
-    """
-
-    def __init__(
-        self,
-        end: Endpoint,
-        *,
-        submit: Submitter,
-        outgoing: Outgoing,
-        incoming: Incoming,
-    ) -> None:
+    def __init__(self, end: Endpoint, *, submit: Submitter, outgoing: Outgoing, incoming: Incoming) -> None:
         self.config, self.connection = end.config, end.connection
-        self.queue: deque[Transfer] = deque()
+        self.queue: deque[Transfer] = deque()  # those that were started, in order, and have not been seen to end
         self._submit, self._outgoing, self._incoming, self._tally = submit, outgoing, incoming, end.tally
         self._device, self._on_device = end.device, has_streams(end.device)
         self._wait_lock = WaitLock(f"pipegrid-lane-{end.spec}", self._step, self._has_work)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Iterable
 from typing import Any
 
 from attrs import define, field, frozen
@@ -15,25 +14,17 @@ from pipegrid.transport.errors import P2PMismatchError, P2PUsageError
 from pipegrid.transport.messages.trees import Tree, describe
 
 
-def _as_shape(value: Iterable[int]) -> tuple[int, ...]:
-    return tuple(value)
-
-
 @frozen(cache_hash=True)
 class TensorSpec:
     """One tensor of a message: its dtype by name (``"float32"``), its shape, and whether it requires grad."""
 
     dtype: str
-    shape: tuple[int, ...] = field(converter=_as_shape)
+    shape: tuple[int, ...] = field(converter=tuple)
     # Not compared: what requires grad may change between training and evaluation without new shapes.
     requires_grad: bool = field(default=False, eq=False)
 
     def __str__(self) -> str:
         return f"{self.dtype}{list(self.shape)}"
-
-
-def _as_specs(value: Iterable[TensorSpec]) -> tuple[TensorSpec, ...]:
-    return tuple(value)
 
 
 @frozen(cache_hash=True)
@@ -44,7 +35,7 @@ class Signature:
     """
 
     tree: Tree
-    tensors: tuple[TensorSpec, ...] = field(converter=_as_specs)
+    tensors: tuple[TensorSpec, ...] = field(converter=tuple)
     note: str = ""  # of the sender, for the receiver: travels in the header only
 
     def __str__(self) -> str:
@@ -103,19 +94,14 @@ class ShapeContract:
 
     Each end keeps one, and both go through the same states: the sender when it sends, the receiver when a header
     arrives and when it posts a receive.
-
-    Attributes:
-        standing: the signature of all messages from now on; None where each has its own, or none was announced yet.
-        passed: the signatures of the messages of a step that is being learned; None in others.
     """
 
     def __init__(self, lane: LaneSpec, mode: ShapeMode, standing: Signature | None = None) -> None:
-        self._lane = lane
-        self.mode = mode
+        self._lane, self.mode = lane, mode
         self._table: deque[Signature] = deque()
         self._known = False
-        self.standing = standing
-        self.passed: list[Signature] | None = None
+        self.standing = standing  # of all messages from now on; None where each has its own, or none is announced yet
+        self.passed: list[Signature] | None = None  # those of a step that is being learned; None in others
 
     @property
     def stands(self) -> bool:
@@ -149,10 +135,7 @@ class ShapeContract:
     def check(self, signature: Signature, sequence: int, *, ahead: int = 0) -> None:
         """Raise for a message that can be sent neither as announced nor with a header of its own.
 
-        Args:
-            signature: of the message.
-            sequence: its number.
-            ahead: messages that will be sent before it, and have used up nothing yet.
+        ``ahead``: messages that will be sent before it, and have used up nothing yet.
         """
         announced = self.standing
         if announced is signature:

@@ -210,18 +210,10 @@ def plain_message(signature: Signature | None, dtype: torch.dtype | None, device
 
 
 class ReceiveBuffers:
-    """Buffers for messages of one signature, and payloads over them.
-
-    Attributes:
-        nbytes: bytes of a message.
-        device: where they are.
-    """
+    """Buffers on ``device`` for messages of one signature, of ``nbytes`` each, and payloads over them."""
 
     def __init__(self, signature: Signature, tree: Tree, device: torch.device, tally: Tally) -> None:
-        self.signature = signature
-        self._tree = tree
-        self.device = device
-        self._tally = tally
+        self.signature, self._tree, self.device, self._tally = signature, tree, device, tally
         self._leaves = [
             (spec.shape, dtype_of(spec), wanted and (dtype_of(spec).is_floating_point or dtype_of(spec).is_complex))
             for spec, wanted in zip(signature.tensors, signature.gradients, strict=True)
@@ -299,15 +291,9 @@ def receive_buffers(
 ) -> ReceiveBuffers | None:
     """Buffers for an announced message in the form that its receiver expects; None where the two differ.
 
-    One expected shape gives one tensor, a list of them a list, whether a tensor, a list or a tuple was sent.
-
-    Args:
-        signature: of the announced message.
-        expected: the caller's expectation; None takes the message as it was sent.
-        device: where buffers live.
-        tally: counts allocations.
-        dtype: the dtype that floating-point tensors must have; None allows any.
-        exact: whether shapes must agree, or only their number.
+    One expected shape gives one tensor, a list of them a list, whether a tensor, a list or a tuple was sent; None takes
+    the message as it was sent. ``dtype``: that floating-point tensors must have, None allows any. ``exact``: whether
+    shapes must agree, or only their number. ``tally`` counts allocations.
     """
     for spec in signature.tensors:
         here = dtype_of(spec)

@@ -39,11 +39,7 @@ class Slot:
         return sum(tensor.nbytes for tensor in self.tensors)
 
     def reserve(self) -> None:
-        """Have it for one message, until that is released.
-
-        Raises:
-            P2PUsageError: another message has it.
-        """
+        """Have it for one message, until that is released; a P2PUsageError where another message has it."""
         if self._reserved:
             raise P2PUsageError(
                 "a receive was posted to a slot whose message is not released: that one would be written while it may "

@@ -61,13 +61,9 @@ def parts_of(value: Any) -> list[Any]:
 def flatten(value: Any, *, exact: bool = True) -> tuple[list[Any], Tree]:
     """The leaves of ``value`` in order, and the structure. None is no leaf.
 
-    Args:
-        value: to take apart.
-        exact: whether containers are only what `unflatten` makes, and what JSON keeps: no subclasses, and strings or
-            integers as the keys of a dict. Others are leaves. Else any mapping, list and tuple is a container.
-
-    Raises:
-        P2PUsageError: more than 100 levels.
+    ``exact``: containers are only what `unflatten` makes, and what JSON keeps (no subclasses, and strings or integers
+    as the keys of a dict); others are leaves. Else any mapping, list and tuple is a container. Raises P2PUsageError for
+    more than 100 levels.
     """
     leaves: list[Any] = []
     return leaves, _flatten(value, exact, leaves, _DEEPEST)
@@ -118,8 +114,7 @@ def places(tree: Tree, path: str = "") -> Iterator[tuple[str, int | None]]:
 def select(tree: Tree, value: Any, mismatch: Callable[[str, Tree, Any], Exception], path: str = "") -> list[Any]:
     """The parts of ``value`` at the leaves of a structure, in order; a list and a tuple are alike.
 
-    Raises:
-        Exception: ``mismatch`` of the place, the structure there, and what ``value`` has in its stead.
+    Raises ``mismatch`` of the place, the structure there, and what ``value`` has in its stead.
     """
     if isinstance(tree, int):
         return [value]

@@ -64,11 +64,7 @@ class DeviceAborts:
         return None if group is None else self._begun.get(group)
 
     def require_not_aborted(self, group: Any) -> None:
-        """Raise where the works of ``group`` were aborted: the backend calls them done, without their data.
-
-        Raises:
-            GroupAbortedError: they were.
-        """
+        """Raise GroupAbortedError where works of ``group`` were aborted: the backend calls them done, without data."""
         abort = self.of(group)
         if abort is not None:
             raise GroupAbortedError(f"its group was aborted on this rank: {abort.cause}")

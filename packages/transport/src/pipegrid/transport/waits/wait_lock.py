@@ -25,25 +25,16 @@ class BackgroundThread(threading.Thread):
 class WaitLock:
     """The lock of the thread that waits for a lane, and those that follow it.
 
-    Args:
-        name: of the lane's own thread.
-        step: waits for one thing, on behalf of a transfer or (None) of the lane's own thread.
-        has_work: whether the lane's own thread has something to wait for, up to a sequence number.
-
-    Attributes:
-        states: guards the states of the lane's transfers.
-        leader: held by the thread that waits in the backend; its holder calls `wake` after releasing it, if
-        ``contended``.
-        contended: whether a thread may be waiting for the lead.
+    ``step`` waits for one thing, on behalf of a transfer or (None) of the lane's own thread, whose name is ``name`` and
+    which has something to wait for, up to a sequence number, where ``has_work``.
     """
 
     def __init__(self, name: str, step: Callable[[Transfer | None], None], has_work: Callable[[int], bool]) -> None:
-        self.states = threading.Lock()
+        self.states = threading.Lock()  # guards the states of the lane's transfers
+        # Held by the thread that waits in the backend; its holder calls `wake` after releasing it, if ``contended``.
         self.leader = threading.Lock()
-        self.contended = False
-        self._name = name
-        self._step = step
-        self._has_work = has_work
+        self.contended = False  # whether a thread may be waiting for the lead
+        self._name, self._step, self._has_work = name, step, has_work
         self._changed = threading.Condition(self.states)  # followers
         self._called = threading.Condition(self.states)  # the lane's own thread
         self._followers = 0
@@ -52,12 +43,9 @@ class WaitLock:
         self._over = False
 
     def until(self, transfer: Transfer, *, posted: bool, left: Callable[[Transfer], float]) -> None:
-        """Return when ``transfer`` has ended, or (with ``posted``) when the backend has it.
+        """Return when ``transfer`` of this lane has ended, or (with ``posted``) when the backend has it.
 
-        Args:
-            transfer: of this lane.
-            posted: do not wait for the end.
-            left: seconds left to follow another thread; ends the lane where there are none.
+        ``left``: seconds left to follow another thread; ends the lane where there are none.
         """
         while _is_open(transfer, posted=posted):
             if self.leader.acquire(blocking=False):

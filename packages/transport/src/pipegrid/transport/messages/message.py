@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
+from collections.abc import Iterable
 from typing import Any
 
 from attrs import define, field, frozen
@@ -14,12 +15,20 @@ from pipegrid.transport.errors import P2PMismatchError, P2PUsageError
 from pipegrid.transport.messages.trees import Tree, describe
 
 
+def _as_shape(value: Iterable[int]) -> tuple[int, ...]:
+    return tuple(value)
+
+
+def _as_specs(value: Iterable[TensorSpec]) -> tuple[TensorSpec, ...]:
+    return tuple(value)
+
+
 @frozen(cache_hash=True)
 class TensorSpec:
     """One tensor of a message: its dtype by name (``"float32"``), its shape, and whether it requires grad."""
 
     dtype: str
-    shape: tuple[int, ...] = field(converter=tuple)
+    shape: tuple[int, ...] = field(converter=_as_shape)
     # Not compared: what requires grad may change between training and evaluation without new shapes.
     requires_grad: bool = field(default=False, eq=False)
 
@@ -35,7 +44,7 @@ class Signature:
     """
 
     tree: Tree
-    tensors: tuple[TensorSpec, ...] = field(converter=tuple)
+    tensors: tuple[TensorSpec, ...] = field(converter=_as_specs)
     note: str = ""  # of the sender, for the receiver: travels in the header only
 
     def __str__(self) -> str:

@@ -37,6 +37,8 @@ from pipegrid.transport.job import JobTopology
 from pipegrid.transport.lane.lane import Lane
 from pipegrid.transport.messages.payload import is_single_shape
 
+_LEFT_OUT = "the argument traffic left out, or communicators"
+
 
 class LaneCommunicator(Communicator):
     """A communicator whose messages travel on lanes that were opened together."""
@@ -167,9 +169,11 @@ class P2PCommunicator(NeighbourVerbs, LaneCommunicator):
         replicas: Sequence[Sequence[int]] | None = None,
         graph: ModuleGraph | None = None,
     ) -> None:
-        self.pp_group = group = _group(pp_group)
-        self.config = as_config(config)
-        self.rank, self._ranks = dist.get_rank(), dist.get_process_group_ranks(group)
+        self.config, self.rank = as_config(config), dist.get_rank()
+        self.pp_group = group = dist.group.WORLD if pp_group is None else pp_group
+        if not isinstance(group, ProcessGroup):
+            raise P2PUsageError(f"pp_group is {group!r}; it must be None or a group that this rank {self.rank} is in")
+        self._ranks = dist.get_process_group_ranks(group)
         self._placement, self._graph = placed_stages(placement, len(self._ranks), graph), graph
         self._edges = edges = None if graph is None else frozenset(graph.stage_edges)
         self.deadline, self.fixed_shapes = self.config.deadline, self.config.fixed_shapes
@@ -252,35 +256,27 @@ class P2PCommunicator(NeighbourVerbs, LaneCommunicator):
 
     # ---- The asynchronous form
 
-    def port(self, edge: Edge, direction: Direction) -> Lane:
-        """The `lane` of an edge in a direction."""
-        return self.lane(edge, direction)
-
     def lane(self, edge: Edge, direction: Direction) -> Lane:
         """The lane that carries the traffic of an edge in a direction.
 
-        Raises:
-            P2PUsageError: there is no such edge, it does not touch this rank, or its lane was not opened.
+        Raises P2PUsageError where there is no such edge, it does not touch this rank, or its lane was not opened.
         """
-        found = self._of_edge.get((edge, direction))
-        if found is None:
-            found = self._of_edge[edge, direction] = self._find(edge, direction)
-        return found
-
-    def _find(self, edge: Edge, direction: Direction) -> Lane:
+        if (found := self._of_edge.get((edge, direction))) is not None:
+            return found
         require_edge(edge, self._placement, self._edges)
         spec = direction_lane(self._rank_of(edge.source), self._rank_of(edge.destination), direction)
         if spec not in self.lanes:
-            left_out = "the argument traffic left out, or communicators"
-            why = left_out if self.rank in spec.pair else f"rank {self.rank} is no end of"
+            why = _LEFT_OUT if self.rank in spec.pair else f"rank {self.rank} is no end of"
             raise P2PUsageError(f"edge {edge} needs lane {spec}, which {why}")
+        self._of_edge[edge, direction] = self.lanes[spec]
         return self.lanes[spec]
+
+    port = lane
 
     def _lacks(self, of_name: Mapping[str, LaneSpec], name: str) -> P2PUsageError:
         """The error of a blocking transfer whose lane is not open."""
-        why = f"the placement {self._placement} does not have"
-        if of_name[name] in pipeline_lanes(self._ranks, placement=self._placement):
-            why = "the argument traffic left out, or communicators"
+        known = of_name[name] in pipeline_lanes(self._ranks, placement=self._placement)
+        why = _LEFT_OUT if known else f"the placement {self._placement} does not have"
         return P2PUsageError(f"{name} needs lane {of_name[name]}, which {why}; isend and irecv take an edge")
 
     def _rank_of(self, stage: int) -> int:
@@ -306,13 +302,6 @@ class P2PCommunicator(NeighbourVerbs, LaneCommunicator):
 def _open(example: torch.Tensor | None, specs: Sequence[LaneSpec], **options: Any) -> Lanes:
     """`open_lanes` of lanes whose messages are all like ``example``, where there is one."""
     return open_lanes(specs, standing=None if example is None else dict.fromkeys(specs, example), **options)
-
-
-def _group(given: Any) -> ProcessGroup:
-    group = dist.group.WORLD if given is None else given
-    if isinstance(group, ProcessGroup):
-        return group
-    raise P2PUsageError(f"pp_group is {given!r}; it must be None or a group that this rank {dist.get_rank()} is in")
 
 
 def _example(shape: Sequence[int], config: P2PConfig) -> torch.Tensor:

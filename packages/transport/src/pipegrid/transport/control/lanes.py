@@ -19,7 +19,7 @@ from pipegrid.transport.backends.wire import Wire
 from pipegrid.transport.control.handshake import Handshake
 from pipegrid.transport.errors import P2PLaneDeadError, text_of
 from pipegrid.transport.lane.batch import Batch, Submitter
-from pipegrid.transport.lane.ending import End, LaneEnding, abort_lanes, await_aborts, end_together
+from pipegrid.transport.lane.ending import LaneEnding, abort_lanes, await_aborts, end_together
 from pipegrid.transport.lane.lane import Lane
 from pipegrid.transport.lane.transfers import LaneTransfers, first_of
 from pipegrid.transport.waits.wait_lock import BackgroundThread
@@ -230,12 +230,13 @@ def _close(
     progress.stop()
     if not dropped:
         _close_together(ends, watchers, limit)
-    aborted = {id(lane.connection.group) for lane in ends if dropped or lane.ending.failed or not _is_closed(lane)}
-    endings = [lane.ending for lane in ends]
-    texts = [f"lane {one.spec} was closed on rank {one.rank}{dropped}" for one in endings]
-    end_together(
-        [End(one, P2PLaneDeadError(text), text) for one, text in zip(endings, texts, strict=True)], kind="closed"
-    )
+    aborted = {
+        id(lane.connection.group)
+        for lane in ends
+        if dropped or lane.ending.failed or (lane.connection.mover.streams and lane.ending.notice is None)
+    }  # what both sides have closed, or what is on a host, is no abort
+    texts = [(lane.ending, f"lane {lane.ending.spec} was closed on rank {lane.ending.rank}{dropped}") for lane in ends]
+    end_together([(ending, P2PLaneDeadError(text), text) for ending, text in texts], kind="closed")
     for lane in ends:
         lane.join()
     for watcher in watchers:
@@ -258,11 +259,6 @@ def _close_together(ends: Sequence[LaneTransfers], watchers: Sequence[Background
     for watcher in watchers:
         if watcher is not threading.current_thread():
             watcher.join(max(0.0, limit - time.monotonic()))
-
-
-def _is_closed(lane: LaneTransfers) -> bool:
-    """Whether both sides have closed the lane, or have nothing to destroy together."""
-    return not lane.connection.mover.streams or lane.ending.notice is not None
 
 
 @define(eq=False)

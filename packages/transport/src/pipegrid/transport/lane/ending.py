@@ -6,7 +6,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 from pipegrid.transport.backends.wire import timedelta_of
 from pipegrid.transport.errors import (
@@ -51,7 +51,7 @@ class LaneEnding:
 
     def fail(self, error: P2PError, *, kind: str) -> None:
         """End the lane, and all of its communicator, because of ``error``; ``kind`` goes to the other sides."""
-        end_together([End(self, error, text_of(error))], kind=kind)
+        end_together([(self, error, text_of(error))], kind=kind)
 
     def explain(self, error: RuntimeError, transfer: Transfer | None) -> None:
         """Find out why the backend failed, and end the lane with that."""
@@ -190,19 +190,15 @@ class LaneEnding:
         return list(self._last_queue) if self.error is not None else [repr(one) for one in self.queue.copy()]
 
 
-class End(NamedTuple):
-    """A lane that ends, the error of its transfers, and the text for its other side."""
-
-    lane: LaneEnding
-    error: P2PError
-    text: str
+End: TypeAlias = tuple[LaneEnding, P2PError, str]
+"""A lane that ends, the error of its transfers, and the text for its other side."""
 
 
 def abort_lanes(lanes: Sequence[LaneEnding], reason: str) -> None:
     """End lanes at once, and tell all other sides why before any connection is cut."""
     reason = text_of(reason)
-    texts = [relayed(reason, f"lane {lane.spec} was aborted on rank {lane.rank}") for lane in lanes]
-    ends = [End(lane, P2PLaneDeadError(text), reason) for lane, text in zip(lanes, texts, strict=True)]
+    causes = [relayed(reason, f"lane {lane.spec} was aborted on rank {lane.rank}") for lane in lanes]
+    ends = [(lane, P2PLaneDeadError(cause), reason) for lane, cause in zip(lanes, causes, strict=True)]
     end_together(ends, kind="aborted")
 
 
@@ -217,7 +213,7 @@ def end_together(ends: Sequence[End], *, kind: str) -> None:
     """
     over: list[tuple[LaneEnding, P2PError]] = []
     connections: dict[int, tuple[Connection, str, int]] = {}
-    siblings = [End(lane, end.error, end.text) for end in ends for lane in end.lane.connection.lanes]
+    siblings = [(sibling, error, text) for lane, error, text in ends for sibling in lane.connection.lanes]
     for lane, error, text in (*ends, *siblings):
         if lane.take_error(error):
             over.append((lane, error))

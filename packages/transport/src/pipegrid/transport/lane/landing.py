@@ -28,14 +28,6 @@ _MOST_BYTES = 2**26  # a larger message travels for longer than its trips, and o
 _HEADROOM = 8  # an eighth: shapes that grow a little with each step fit in most
 
 
-def bytes_beside(signature: Signature) -> int | None:
-    """Bytes of a message that may come beside its header; None of a larger one, and of several tensors."""
-    if len(signature.tensors) > 1:
-        return None
-    nbytes = sum(math.prod(one.shape) * dtype_of(one).itemsize for one in signature.tensors)
-    return nbytes if nbytes <= _MOST_BYTES else None
-
-
 class Landings:
     """The sizes of the receives beside headers: one at each end, and both go through the same sizes."""
 
@@ -50,12 +42,16 @@ class Landings:
         return self._sizes.popleft()
 
     def announced(self, signature: Signature, size: int) -> bool:
-        """Note what a header announces; whether the message comes in the receive of ``size`` bytes beside it."""
-        nbytes = bytes_beside(signature)
-        if nbytes is not None and nbytes > self._largest:
+        """Note what a header announces; whether the message comes in the receive of ``size`` bytes beside it.
+
+        One of several tensors does not, nor a larger one than `_MOST_BYTES`.
+        """
+        nbytes = sum(math.prod(one.shape) * dtype_of(one).itemsize for one in signature.tensors)
+        alone = len(signature.tensors) <= 1 and nbytes <= _MOST_BYTES
+        if alone and nbytes > self._largest:
             self._largest = nbytes + nbytes // _HEADROOM
         self._sizes.append(self._largest)
-        return nbytes is not None and size > 0 and nbytes <= size
+        return alone and 0 < size >= nbytes
 
     def post(self, mover: Mover, index: int, tally: Tally) -> Landing | None:
         """Post the receive beside the next header of lane ``index``."""

@@ -15,13 +15,7 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 
 from pipegrid.core.lanes import LaneSharing, LaneSpec, opening_key
-from pipegrid.topology import (
-    GroupCreationTimeoutError,
-    GroupSpec,
-    GroupStoreError,
-    control_store,
-    create_groups,
-)
+from pipegrid.topology import GroupCreationTimeoutError, GroupSpec, GroupStoreError, control_store, create_groups
 from pipegrid.topology.bounded_calls import BoundedCalls, SilentStoreError
 from pipegrid.topology.rendezvous import Rendezvous
 from pipegrid.transport.backends import (
@@ -41,12 +35,7 @@ from pipegrid.transport.backends import (
 )
 from pipegrid.transport.backends.wire import Wire
 from pipegrid.transport.config import P2PConfig
-from pipegrid.transport.errors import (
-    P2PError,
-    P2PMismatchError,
-    P2PPeerError,
-    P2PTimeoutError,
-)
+from pipegrid.transport.errors import P2PError, P2PMismatchError, P2PPeerError, P2PTimeoutError
 from pipegrid.transport.lane.connection import Connection
 from pipegrid.transport.streams import new_stream
 

@@ -55,11 +55,10 @@ class Lanes(dict[LaneSpec, Lane]):
     def join(self, lanes: Mapping[LaneSpec, Lane], groups: Sequence[Any]) -> None:
         """Add lanes that were opened with the same submitter, and their groups: to batches, handshakes and the end."""
         self.update(lanes)
-        for lane in lanes.values():
-            if lane.wire is not None and lane.peer not in self._handshakes:
+        for lane in (one for one in lanes.values() if one.wire is not None):
+            if lane.peer not in self._handshakes:
                 self._handshakes[lane.peer] = Handshake(lane.peer, lane)
-            if lane.wire is not None:
-                self._handshakes[lane.peer].lanes.append(lane)
+            self._handshakes[lane.peer].lanes.append(lane)
         ends = [lane.transfers for lane in lanes.values()]
         self._groups.extend(groups)
         self._watchers.extend(_watch(ends))
@@ -84,11 +83,7 @@ class Lanes(dict[LaneSpec, Lane]):
 
     @property
     def batches(self) -> bool:
-        """Whether a batch is more than its transfers one by one, in order of calls.
-
-        It is on shared communicators and in strict mode, where two ranks that both send first would wait for each
-        other, and on device groups, where it is one launch.
-        """
+        """Whether a batch is more than its transfers one by one: as of `Submitter`, and one launch on device groups."""
         return self.submitter.batches or self.on_device
 
     @contextmanager
@@ -122,10 +117,7 @@ class Lanes(dict[LaneSpec, Lane]):
             self.submitter.patience = before
 
     def when_started(self, call: Callable[[], None]) -> None:
-        """Call ``call`` when the transfers of this thread so far are started: now, or after the batch that it is in.
-
-        Not at all where the batch raises.
-        """
+        """See `Submitter.when_started`."""
         self.submitter.when_started(call)
 
     def abort(self, reason: str) -> None:
@@ -133,10 +125,7 @@ class Lanes(dict[LaneSpec, Lane]):
         abort_lanes([lane.ending for lane in self.values()], reason)
 
     def neighbours(self, ranks: Iterable[int]) -> Sequence[Handshake]:
-        """The handshakes with those of ``ranks`` at the other ends of lanes: each compares its next step with them.
-
-        With each over the first of the lanes between the two, which is the same at both ends.
-        """
+        """The handshakes with those of ``ranks`` at the other ends of lanes, over the first lane between each two."""
         return [self._handshakes[rank] for rank in sorted(set(ranks)) if rank in self._handshakes]
 
     @property
@@ -155,9 +144,9 @@ class Lanes(dict[LaneSpec, Lane]):
         A transfer over gloo that no caller waited for fails. NCCL's groups are destroyed by both sides together: a side
         whose other side does not come within the deadline aborts them. A second call does nothing.
         """
-        self._close(seconds=math.inf)
+        self._close(math.inf)
 
-    def _close(self, *, seconds: float) -> None:
+    def _close(self, seconds: float) -> None:
         self._failed = self.failed
         if self._finalizer.detach() is not None:
             _close(*self._parts, seconds)
@@ -168,29 +157,28 @@ class Lanes(dict[LaneSpec, Lane]):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         if error is not None:  # the others learn of it at once
             self.abort(f"{type(error).__name__}: {text_of(error)}")
-        self._close(seconds=math.inf if kind is None else 0.0)
+        self._close(math.inf if kind is None else 0.0)
 
 
 def _watch(ends: Sequence[LaneTransfers]) -> list[BackgroundThread]:
     """A thread per wire of a device group: it sees at once that its peer is gone, as no call waits there."""
     watchers = []
     devices = {id(lane.connection): lane.connection for lane in ends if lane.connection.mover.streams}.values()
-    for wire, lanes in [
-        (wire, [lane for lane in connection.lanes if lane.peer == peer])
-        for connection in devices
-        for peer, wire in connection.wires.items()
-    ]:
-
-        def watch(wire: Wire = wire, lanes: Sequence[LaneEnding] = lanes) -> None:
-            try:
-                wire.watch()
-            except RuntimeError as error:
-                for lane in lanes:
-                    lane.explain(error, first_of(lane.queue))
-
-        watchers.append(BackgroundThread(target=watch, name=f"pipegrid-watch-{lanes[0].spec}", daemon=True))
-        watchers[-1].start()
+    for connection in devices:
+        for peer, wire in connection.wires.items():
+            lanes = [lane for lane in connection.lanes if lane.peer == peer]
+            name = f"pipegrid-watch-{lanes[0].spec}"
+            watchers.append(BackgroundThread(target=_watch_wire, args=(wire, lanes), name=name, daemon=True))
+            watchers[-1].start()
     return watchers
+
+
+def _watch_wire(wire: Wire, lanes: Sequence[LaneEnding]) -> None:
+    try:
+        wire.watch()
+    except RuntimeError as error:
+        for lane in lanes:
+            lane.explain(error, first_of(lane.queue))
 
 
 def _drop(process: int, ends: Sequence[LaneTransfers], *parts: Any) -> None:

@@ -42,7 +42,7 @@ _HEADERS_KEPT = 64
 _BUFFERS_KEPT = 64  # signatures, where shapes vary
 
 
-@frozen(eq=False, kw_only=True)
+@frozen(eq=False)
 class Endpoint:
     """One end (or, on one rank, both) of a lane: what all parts of it there know."""
 

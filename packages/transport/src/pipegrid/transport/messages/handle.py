@@ -44,40 +44,24 @@ class Limit(NamedTuple):
     seconds: float
 
 
-class Waiter(Protocol):
+class _Waiter(Protocol):
     """The part of `LaneTransfers` that handles use."""
 
-    def wait_for(self, transfer: Transfer, timeout: float | None) -> None:
-        """Wait for a transfer; on CUDA the current stream does."""
-
-    def synchronize(self, transfer: Transfer, timeout: float | None) -> None:
-        """Hold the host until a transfer is done."""
-
-    def poll(self, transfer: Transfer) -> bool:
-        """Whether a transfer is done or has failed."""
-
-    def call_back(self, transfer: Transfer, callback: Callable[[Any], None]) -> None:
-        """Call ``callback(handle)`` once the transfer has ended."""
-
-    def provide(self, transfer: ReceiveTransfer) -> Any:
-        """The payload of a receive before its data is there: waits for its buffers only."""
-
-    def take_back(self, transfer: ReceiveTransfer) -> None:
-        """Take the buffers of a receive back."""
+    def wait_for(self, transfer: Transfer, timeout: float | None) -> None: ...
+    def synchronize(self, transfer: Transfer, timeout: float | None) -> None: ...
+    def poll(self, transfer: Transfer) -> bool: ...
+    def call_back(self, transfer: Transfer, callback: Callable[[Any], None]) -> None: ...
+    def provide(self, transfer: ReceiveTransfer) -> Any: ...
+    def take_back(self, transfer: ReceiveTransfer) -> None: ...
 
 
-class Buffers(Protocol):
+class _Buffers(Protocol):
     """The part of `ReceiveBuffers` that handles use."""
 
     @property
-    def signature(self) -> Signature:
-        """The form of the message."""
-
-    def payload(self, tensors: Sequence[Tensor]) -> Any:
-        """The payload of these tensors."""
-
-    def release(self, tensors: Sequence[Tensor], events: Sequence[Any]) -> None:
-        """Take the tensors back for another message."""
+    def signature(self) -> Signature: ...
+    def payload(self, tensors: Sequence[Tensor]) -> Any: ...
+    def release(self, tensors: Sequence[Tensor], events: Sequence[Any]) -> None: ...
 
 
 class TransferLane(Protocol):
@@ -88,7 +72,7 @@ class TransferLane(Protocol):
         """The lane's name."""
 
     @property
-    def transfers(self) -> Waiter:
+    def transfers(self) -> _Waiter:
         """The lane's waits."""
 
 
@@ -129,10 +113,8 @@ class Transfer:
     def wait(self, timeout: float | None = None) -> None:
         """Return when the transfer is done (on CUDA: when the current stream is ordered after it).
 
-        May be called any number of times, from any thread.
-
-        Args:
-            timeout: seconds, above 0 and at most a year; None is the lane's deadline.
+        May be called any number of times, from any thread. ``timeout``: seconds, above 0 and at most a year; None is
+        the lane's deadline.
 
         Raises:
             P2PTimeoutError: not done by then. The lane is dead afterwards.
@@ -176,7 +158,7 @@ class ReceiveTransfer(Transfer):
     """A message that is received on a lane: the handle of its receiver."""
 
     expected: ExpectedShape | None = None  # by the caller, where given
-    buffers: Buffers | None = None  # once the shapes are known
+    buffers: _Buffers | None = None  # once the shapes are known
     _payload: Any = _UNBUILT
     slot: Slot | None = None  # where it is to arrive, if not in memory of the lane
     blocking: bool = False  # the caller waits at once and reads the header itself, not the lane's thread

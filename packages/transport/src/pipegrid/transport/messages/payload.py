@@ -12,6 +12,7 @@ from attrs import frozen
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
+from pipegrid.core.fields import index_of
 from pipegrid.core.lanes import Tally
 from pipegrid.transport.errors import P2PUsageError
 from pipegrid.transport.messages import trees
@@ -36,9 +37,8 @@ _SMALL_BYTES = 64 * 1024  # up to here, allocating a buffer costs more than movi
 def flatten(payload: Any) -> tuple[list[Tensor], Tree]:
     """The tensors of ``payload`` in order, and the tree of their places.
 
-    Raises:
-        P2PUsageError: something other than a tensor, None, list, tuple or dict with string or integer keys; a
-            subclass of these, such as a named tuple, which the receiver could not rebuild; or more than 100 levels.
+    Raises P2PUsageError for what is no tensor, None, list, tuple or dict with string or integer keys, or a subclass of
+    these, such as a named tuple, which the receiver could not rebuild; and for more than 100 levels.
     """
     if isinstance(payload, Tensor):
         return [payload], 0
@@ -136,16 +136,7 @@ def is_single_shape(x: Any) -> bool:
         return True
     if not isinstance(x, (tuple, list)) or (isinstance(x, list) and not x):
         return False
-    return all(_is_size(size) for size in x)
-
-
-def _is_size(value: Any) -> bool:
-    if isinstance(value, (bool, tuple, list)):
-        return False
-    try:
-        return operator.index(value) >= 0
-    except TypeError:
-        return False
+    return all((index := index_of(size)) is not None and index >= 0 for size in x)
 
 
 @frozen
@@ -295,10 +286,9 @@ def receive_buffers(
     the message as it was sent. ``dtype``: that floating-point tensors must have, None allows any. ``exact``: whether
     shapes must agree, or only their number. ``tally`` counts allocations.
     """
-    for spec in signature.tensors:
-        here = dtype_of(spec)
-        if dtype is not None and here.is_floating_point and here is not dtype:
-            return None
+    dtypes = [dtype_of(spec) for spec in signature.tensors]
+    if dtype is not None and any(one.is_floating_point and one is not dtype for one in dtypes):
+        return None
     if expected is None:
         return ReceiveBuffers(signature, signature.tree, device, tally)
     if isinstance(signature.tree, tuple) and signature.tree[0] == "dict":

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -88,10 +89,8 @@ class Waiting:
         return long_waits().absent(self.what, absent) or f"{has} not joined it"
 
     def _finish(self, work: Work, group: dist.ProcessGroup | None, *, on_device: bool, host: bool) -> NotDone | None:
-        earlier = device_collectives.failed()
-        if earlier is not None:
-            _, error = earlier
-            return NotDone.of(error)
+        if (earlier := device_collectives.failed()) is not None:
+            return NotDone.of(earlier[1])
         deadline = self.deadline if self.monitor is None else self.monitor.deadline or self.deadline
         if deadline is None or (on_device and not host) or not dist.is_initialized():
             if self.monitor is not None:
@@ -109,10 +108,8 @@ class Waiting:
         if self.monitor is None:
             failed = finish(work, group, on_device=on_device, host=host, end=began + deadline, given_up=look)
         else:
-            failed = self.monitor.finish(
-                work, group, self.what, on_device=on_device, host=host, deadline=deadline, look=look,
-                absent=lambda: self._absent(work, group),
-            )  # fmt: skip
+            told: dict[str, Any] = {"deadline": deadline, "look": look, "absent": lambda: self._absent(work, group)}
+            failed = self.monitor.finish(work, group, self.what, on_device=on_device, host=host, **told)
         if failed is None and said:
             long_waits().end()
         return failed
@@ -123,7 +120,6 @@ class LongWaits:
     """One rank's access to the records of long waits; the store is connected at the first one."""
 
     rank: int
-    _store: ControlStore | None = None
     _said: bool = field(default=False, init=False)
     _silent_until: float = field(default=0.0, init=False)
 
@@ -162,16 +158,15 @@ class LongWaits:
             self._silent_until = time.monotonic() + _STORE_AGAIN_SECONDS
             return None
 
-    def _connected(self) -> ControlStore:
-        if self._store is None:
-            self._store = control_store("long waits")
-        return self._store
+    @cached_property
+    def _store(self) -> ControlStore:
+        return control_store("long waits")
 
     def _write(self, text: str) -> None:
-        self._connected().set(f"wait/{self.rank}", text)
+        self._store.set(f"wait/{self.rank}", text)
 
     def _read(self, ranks: Sequence[int]) -> dict[int, str]:
-        store = self._connected()
+        store = self._store
         found = {rank: store.get(key).decode() for rank in ranks if store.check([key := f"wait/{rank}"])}
         return {rank: str(json.loads(text)) for rank, text in found.items() if text}
 

@@ -138,8 +138,8 @@ class Control:
         end = time.monotonic() + seconds
         while not self.store.check([f"last/{rank}" for rank in self.ranks]) and time.monotonic() < end:
             time.sleep(_POLL_SECONDS)
-        last = self._read("last", self.ranks)
-        silent = self._read("position", [rank for rank in self.ranks if rank not in last])
+        last = self.read("last")
+        silent = self.read("position", [rank for rank in self.ranks if rank not in last])
         places = {rank: str(json.loads(said)[0]) for rank, said in last.items()}
         for rank, said in silent.items():
             text, said_at = json.loads(said)
@@ -147,20 +147,15 @@ class Control:
             places[rank] = f"{text} (last heard {max(0.0, time.time() - said_at):.1f} s ago)"
         return {rank: places.get(rank, _UNHEARD) for rank in self.ranks}
 
-    def read(self, what: str) -> dict[int, bytes]:
-        """The values of the keys ``what/rank`` of all ranks that are there."""
-        return self._read(what, self.ranks)
-
-    def _read(self, what: str, ranks: Sequence[int]) -> dict[int, bytes]:
-        """The values of the keys ``what/rank`` that are there; a few calls, unless many are not."""
-        if not ranks:
-            return {}
+    def read(self, what: str, ranks: Sequence[int] | None = None) -> dict[int, bytes]:
+        """The values of the keys ``what/rank`` that are there, of all ranks or some; a few calls, unless many lack."""
+        ranks = self.ranks if ranks is None else ranks
         keys = [f"{what}/{rank}" for rank in ranks]
-        if self.store.check(keys):
+        if keys and self.store.check(keys):
             read: Callable[[list[str]], list[bytes]] | None = getattr(self.store, _READ_ALL, None)
             return dict(zip(ranks, [self.store.get(key) for key in keys] if read is None else read(keys), strict=True))
         half = len(ranks) // 2
-        return self._read(what, ranks[:half]) | self._read(what, ranks[half:]) if half else {}
+        return self.read(what, ranks[:half]) | self.read(what, ranks[half:]) if half else {}
 
     # Failures
 
@@ -241,16 +236,14 @@ class Control:
         A rank announces none where it runs the same as before, and the same as the first rank to arrive.
         """
         first, what = json.loads(self.store.get(f"step/{step}/first"))
-        said = {rank: json.loads(value) for rank, value in self._read("runs", self.ranks).items()}
+        said = {rank: json.loads(value) for rank, value in self.read("runs").items()}
         known = dict.fromkeys(self.ranks if all_have_come else [first], what)
         return dict(sorted((known | {rank: what for rank, (at, what) in said.items() if at == step}).items()))
 
 
 def _difference(step: int, said: dict[int, str]) -> str:
-    table = "; ".join(by_text(said))
-    return (
-        f"the ranks do not run the same step {step}: {table}. Give every rank the same plan, so the same microbatches"
-    )
+    table = f"the ranks do not run the same step {step}: {'; '.join(by_text(said))}"
+    return f"{table}. Give every rank the same plan, so the same microbatches"
 
 
 def silent(error: BaseException) -> str:

@@ -53,16 +53,13 @@ _BETWEEN = "between steps"
 _STUCK_SECONDS = 0.05  # the same where the last call has not returned
 
 
-class AnyPlan(Protocol):
-    """The part of a step's plan that ranks compare."""
+class _Plan(Protocol):
+    """The part of a step's plan that ranks compare; digests are equal for equal plans alone."""
 
     @property
-    def num_microbatches(self) -> int:
-        """Number of microbatches."""
-
+    def num_microbatches(self) -> int: ...
     @property
-    def digest(self) -> str:
-        """A text that is equal for equal plans alone."""
+    def digest(self) -> str: ...
 
 
 class JobFailedError(RuntimeError):
@@ -162,25 +159,20 @@ class Monitor:
         deadline = checked(deadline, Seconds | None, "deadline", StepArgumentError)
         first_deadline = checked(first_deadline, Seconds | None, "first_deadline", StepArgumentError)
         interval = checked(interval, Seconds, "interval", StepArgumentError)
-        lacking = [verb for verb in STORE_VERBS if not callable(getattr(store, verb, None))]
-        if lacking:
+        if lacking := [verb for verb in STORE_VERBS if not callable(getattr(store, verb, None))]:
             raise StepArgumentError(f"store is {shown(store)}, without {lacking[0]}(); give control_store('monitor')")
         if device is not None and not isinstance(getattr(device, "type", None), str):
             raise StepArgumentError(f"device is {shown(device)}; give the torch.device that computes, or None")
         rank = checked(rank, Index, "rank", StepArgumentError)
         everyone: tuple[int, ...] = checked(ranks, tuple[Index, ...], "ranks", StepArgumentError)
         if rank not in everyone:
-            raise StepArgumentError(
-                f"rank {rank} is not among the ranks {list(everyone)}: give all ranks that run steps"
-            )
-        self.rank, self.deadline = rank, deadline
+            raise StepArgumentError(f"rank {rank} is not among the ranks {list(everyone)}: give all that run steps")
+        self.rank, self.deadline, self.interval = rank, deadline, interval
         least = _FIRST_DEADLINE if device is None or device.type == "cpu" else FIRST_STEP_SECONDS
         self.first_deadline = max(least, deadline or 0.0) if first_deadline is None else first_deadline
-        self.interval = interval
         self.progress = None if device is None else progress_of(device)
         self._calls = BoundedCalls()
-        patience = deadline or self.first_deadline
-        self._patience = patience
+        self._patience = patience = deadline or self.first_deadline
         self._control = Control(bounded_store(store, self._calls, patience), rank, everyone)
         self._unbounded = Control(store, rank, everyone)  # for announcements: whole ones are waited for, not each call
         # For looks and for a failing rank: a store that is silent delays neither.
@@ -197,7 +189,7 @@ class Monitor:
         self._announcing = threading.Lock()
         self._unannounced: str | None = None  # what the running step runs, unless it was announced
         self._announcement: BoundedCall | None = None  # of the running step, under way
-        self._plan: tuple[AnyPlan, str] | None = None
+        self._plan: tuple[_Plan, str] | None = None
         self._threads: list[threading.Thread] = []  # one at most, once it runs
         self._stop = threading.Event()
         # Also at the interpreter's exit, which a thread inside a store's call would not survive.
@@ -205,7 +197,7 @@ class Monitor:
 
     # For the runtime
 
-    def begin(self, plan: AnyPlan, *, where: Callable[[], str], abort: Callable[[str], object]) -> None:
+    def begin(self, plan: _Plan, *, where: Callable[[], str], abort: Callable[[str], object]) -> None:
         """Start a step of ``plan``. Waits for all ranks, and the store, if this rank has not run the plan before.
 
         A plan that all ranks have run is announced beside the step (`announce`): the last to announce another one fails
@@ -218,8 +210,9 @@ class Monitor:
         """
         if self._failure is None and self._stop.is_set():
             raise StepArgumentError("this monitor was closed, so nothing would watch the step: make another one")
-        what = self._name(plan)
-        changed = self._plan is None or self._plan[1] != what
+        before, named = self._plan or (None, "")
+        what = named if before is plan else f"{plan.num_microbatches} microbatches, plan {plan.digest}"
+        changed = named != what
         self._plan = plan, what
         self._steps += 1
         try:
@@ -237,20 +230,16 @@ class Monitor:
             self._failure = Failure(self.rank, text)
             abort(text)
             raise JobFailedError(f"before step {self._steps}, {text}. {_REBUILD}") from error
-        if self._failure is not None and self._failure.disagreement:
-            raise DisagreementError(self._failure.text)
+        self._require_agreement()
         if self._failure is not None:
-            raise JobFailedError(
-                f"rank {self._failure.rank} failed before this step: {_first_line(self._failure)}. {_REBUILD}"
-            )
+            first = self._failure.text.splitlines()[0]
+            raise JobFailedError(f"rank {self._failure.rank} failed before this step: {first}. {_REBUILD}")
         deadline = self.first_deadline if changed and self.deadline is not None else self.deadline
         self._watched = _Watched(where, abort, deadline, since=time.monotonic())
         if not self._threads:
             # The thread must not keep the monitor alive: dropping it ends the thread.
-            arguments = (weakref.ref(self), self._stop, min(self.interval, _LOOK_SECONDS))
-            self._threads.append(
-                threading.Thread(target=_look_on, args=arguments, name="pipegrid-monitor", daemon=True)
-            )
+            given = weakref.ref(self), self._stop, min(self.interval, _LOOK_SECONDS)
+            self._threads.append(threading.Thread(target=_look_on, args=given, name="pipegrid-monitor", daemon=True))
             self._threads[0].start()
 
     def end(self) -> None:
@@ -264,10 +253,13 @@ class Monitor:
                 self._not_announced(error)
         if self._watched is not None:
             self._watched.running = False
-        if self._failure is not None and self._failure.disagreement:
-            raise DisagreementError(self._failure.text)
+        self._require_agreement()
         if self._silent is not None:
             raise JobFailedError(self._silent)
+
+    def _require_agreement(self) -> None:
+        if self._failure is not None and self._failure.disagreement:
+            raise DisagreementError(self._failure.text)
 
     def announce(self) -> None:
         """Start to announce the running step, on the thread that asks the store, unless that was done; from any thread.
@@ -284,20 +276,18 @@ class Monitor:
     def _require_announced(self, now: float) -> None:
         """Abort transfers if the store has refused the step's announcement, or is late with an answer."""
         call = self._announcement
-        if call is None:
-            return
-        if not call.done.locked() and call.error is not None:
+        if call is not None and not call.done.locked() and call.error is not None:
             self._not_announced(call.error)
-        elif call.done.locked() and now - call.begun > self._patience:
+        elif call is not None and call.done.locked() and now - call.begun > self._patience:
             self._not_announced(SilentStoreError(f"the store did not answer within {self._patience:.3g} s"))
 
     def _not_announced(self, error: BaseException) -> None:
-        text, watched = self._unanswered(error), self._watched
+        text = self._unanswered(error)
         self._silent = f"before step {self._steps}, {text}. {_REBUILD}"
         if self._failure is None:
             self._failure = Failure(self.rank, text)
-            if watched is not None:
-                watched.abort(self._failure.text)
+            if self._watched is not None:
+                self._watched.abort(text)
 
     def _unanswered(self, error: BaseException) -> str:
         """Describe that the store has not answered, or that its host is out of reach if that is another one."""
@@ -307,8 +297,8 @@ class Monitor:
     def failed(self, text: str) -> Report:
         """Record that this rank has failed, end its transfers, and report the job's first failure.
 
-        The record and this rank's place are written before the abort, so that ranks which the abort reaches find them.
-        A store that does not answer meanwhile is asked once more after it.
+        The record and this rank's place are written before the abort, so that ranks which it reaches find them; a store
+        that does not answer meanwhile is asked once more after it.
         """
         watched, self._watched = self._watched, None
         first = self._record(text)
@@ -341,7 +331,7 @@ class Monitor:
     def check(self) -> None:
         """Raise JobFailedError with the job's first failure, if this rank knows of one. Local."""
         if self._failure is not None:
-            raise JobFailedError(f"{_first_line(self._failure)}. {_REBUILD}")
+            raise JobFailedError(f"{self._failure.text.splitlines()[0]}. {_REBUILD}")
 
     def wait(self, work: Any, what: str, *, on_device: bool | None = None) -> None:
         """Wait for a collective beside the plan (a reduction, a norm) as for an action: under the deadline.
@@ -449,11 +439,11 @@ class Monitor:
         if place != watched.place:
             watched.place, watched.since = place, now
         stood = now - watched.since
-        if watched.deadline is not None and stood > watched.deadline and self._busy(watched):
+        busy = watched.running or unfinished is not None
+        if watched.deadline is not None and stood > watched.deadline and busy:
             self._fail(watched, self._record(self._late(stood, place, watched.deadline)))
             return
-        late = watched.late
-        if late is not None and (text := late(now)) is not None:
+        if (late := watched.late) is not None and (text := late(now)) is not None:
             self._fail(watched, self._record(text))
             return
         self._require_announced(now)  # after the place: where both are late, the error is that of the step
@@ -507,20 +497,8 @@ class Monitor:
         silence = self._last_seen.silence()
         return f"{silence} ({text})" if silence else f"{text}: {absent() or 'look at what it waits for'}"
 
-    def _busy(self, watched: _Watched) -> bool:
-        return watched.running or (self.progress is not None and self.progress.oldest() is not None)
-
-    def _name(self, plan: AnyPlan) -> str:
-        if self._plan is not None and self._plan[0] is plan:
-            return self._plan[1]
-        return f"{plan.num_microbatches} microbatches, plan {plan.digest}"
-
 
 _REBUILD = "Rebuild the communicator, the runtime and the monitor, with a store of another label"
-
-
-def _first_line(failure: Failure) -> str:
-    return failure.text.splitlines()[0]
 
 
 def _end(stop: threading.Event, threads: list[threading.Thread], calls: BoundedCalls) -> None:

@@ -42,18 +42,8 @@ from pipegrid.core.errors import StepArgumentError
 from pipegrid.core.fields import Index, Seconds, checked
 from pipegrid.monitor.control import DisagreementError, Failure, bounded_store, silent
 from pipegrid.monitor.epochs.errors import FencedError, RankLostError
-from pipegrid.monitor.epochs.heartbeat import Heartbeat
-from pipegrid.monitor.epochs.joining import admission
-from pipegrid.monitor.epochs.records import (
-    Alarm,
-    Ballot,
-    DoneCount,
-    Epoch,
-    Retire,
-    Verdict,
-    admissible,
-    decide,
-)
+from pipegrid.monitor.epochs.heartbeat import WATCHED, Heartbeat
+from pipegrid.monitor.epochs.records import Alarm, Ballot, DoneCount, Epoch, Retire, Verdict, admissible, decide
 from pipegrid.monitor.epochs.stored_epochs import LEFT, EpochStore, StoredEpochs
 from pipegrid.monitor.monitor import JobFailedError
 from pipegrid.topology.bounded_calls import BoundedCalls
@@ -131,7 +121,7 @@ class Epochs:
             stored.heartbeats(rank, self.incarnation, 1)
         self.ready = self.incarnation == 1
         self.current = self._heartbeat.epoch = self._first if self.ready else _OUTSIDE
-        self._close = weakref.finalize(self, _end, self._heartbeat, _started(self._heartbeat), self._calls, calls)
+        self._close = weakref.finalize(self, _end, self._heartbeat, *_started(self._heartbeat), self._calls, calls)
 
     def join(self) -> Verdict:
         """Ask for the place of this rank, whose earlier process has ended, and wait until the members take this one in.
@@ -144,7 +134,7 @@ class Epochs:
             JobFailedError: the job has ended, no member has a heartbeat, or the store does not answer.
         """
         with self._answering("join()"):
-            outcome = admission(self._stored, self._heartbeat, self._first, self._deadline)
+            outcome = _admission(self._stored, self._heartbeat, self._first, self._deadline)
         if isinstance(outcome, Failure):
             raise self._ended(outcome)
         self._enter(outcome)
@@ -282,8 +272,7 @@ class Epochs:
     def _alarmed(self) -> bool:
         """Whether the epoch ends, by the store."""
         epoch = self.current.number
-        alarm = self._stored.alarm(epoch)
-        if alarm is None:
+        if (alarm := self._stored.alarm(epoch)) is None:
             return False
         outcome = self._stored.verdict(epoch)
         if isinstance(outcome, Failure):
@@ -356,6 +345,43 @@ class Epochs:
             raise JobFailedError(f"{what}: {self._heartbeat.failure or silent(error)}") from error
 
 
+def _admission(stored: StoredEpochs, heartbeat: Heartbeat, epoch: Epoch, deadline: float) -> Verdict | Failure:
+    """Ask to join, and wait for the vote result by which this process is a member, or that the job has failed.
+
+    It may take as long as a step, or until other new processes, with which this one computes, have asked as well.
+    ``stored`` is over this thread's connection; the current epoch is found from ``epoch``; ``deadline``: seconds in
+    which some member's heartbeat is seen, or an earlier process of the rank is voted out. Raises as `Epochs.join`.
+    """
+    rank, own, began = heartbeat.rank, heartbeat.incarnation, time.monotonic()
+    stored.ask(rank, own)
+    known, seen = dict[int, int](), began
+    while True:
+        outcome = stored.verdict(epoch.number)
+        if isinstance(outcome, Failure) or (outcome is not None and outcome.epoch.has(rank, own)):
+            return outcome
+        if heartbeat.failure:
+            raise JobFailedError(heartbeat.failure)
+        if outcome is not None:
+            epoch = outcome.epoch
+            continue
+        if stored.asking()[rank] > own or epoch.incarnations[rank] > own:
+            raise FencedError(f"another process of rank {rank} has come after this one")
+        others = [member for member in epoch.members if member != rank][:WATCHED]
+        heartbeats = {member: stored.heartbeats(member, epoch.incarnations[member]) for member in others}
+        now = time.monotonic()
+        if all(count >= LEFT for count in heartbeats.values()):
+            raise JobFailedError("the job has ended: its ranks have left")
+        known, seen = heartbeats, seen if heartbeats == known else now
+        if now - seen > deadline:
+            raise JobFailedError(
+                f"ranks {[*heartbeats]} have been silent for {deadline:.3g} s: the job has ended, or the store is that "
+                "of another attempt"
+            )
+        if rank in epoch.members and now - began > deadline:
+            raise FencedError(f"a process of rank {rank} is in the job and lives: end it before another one starts")
+        time.sleep(min(0.1, heartbeat.interval))
+
+
 def _started(heartbeat: Heartbeat) -> tuple[Event, Thread]:
     stop = Event()
     thread = Thread(target=heartbeat.run, args=(stop,), name="pipegrid-heartbeat", daemon=True)
@@ -363,8 +389,7 @@ def _started(heartbeat: Heartbeat) -> tuple[Event, Thread]:
     return stop, thread
 
 
-def _end(heartbeat: Heartbeat, running: tuple[Event, Thread], *calls: Any) -> None:
-    stop, thread = running
+def _end(heartbeat: Heartbeat, stop: Event, thread: Thread, *calls: Any) -> None:
     stop.set()
     if thread is not current_thread():
         thread.join()

@@ -6,7 +6,7 @@ import json
 import zlib
 from collections.abc import Callable, Collection, Iterable, Mapping
 
-from attrs import Factory, asdict, evolve, field, frozen
+from attrs import Factory, asdict, astuple, evolve, field, frozen
 
 from pipegrid.monitor.control import Failure
 from pipegrid.transport.collectives.differences import by_text
@@ -77,7 +77,7 @@ class Ballot:
 
     def to_text(self) -> str:
         """The ballot as text."""
-        return json.dumps([self.number, self.key, self.done, self.edge, self.ready])
+        return json.dumps(astuple(self))
 
 
 @frozen
@@ -187,12 +187,7 @@ def decide(
     New processes join where the next key is one that they may begin with. If nothing else has changed, members that
     have not got the state of the job leave: they have failed, or made others fail.
 
-    Args:
-        epoch: the one that ends.
-        ballots: of all its members but the lost ones, at least.
-        alarm: members that are lost, each with the reason, and processes that ask to join.
-        retire: the living ranks that leave with the given dead.
-        rank: this one, for a failure's text.
+    ``ballots`` are of all members of the epoch but the lost ones, at least.
     """
     living = [member for member in epoch.members if member not in alarm.lost]
     retired = set(retire(frozenset(alarm.lost))) & set(living)
@@ -212,16 +207,8 @@ def decide(
         without = dict.fromkeys(sorted(joining), "it has not got the state of the job")
         return decide(epoch, ballots, evolve(alarm, lost=without), retire, rank=rank)
     if going_on and len(joining) == len(going_on):
-        text = "no rank with the state of the job is left: start all ranks again, from the last checkpoint"
-        return Failure(rank, text)
+        return Failure(rank, "no rank with the state of the job is left: start all again, from the last checkpoint")
     members = tuple(sorted({*going_on, *joined}))
-    following_epoch = Epoch(
-        epoch.number + 1, members, {**epoch.incarnations, **joined}, tuple(sorted({*joining, *joined}))
-    )
-    return Verdict(
-        following_epoch,
-        dict(alarm.lost),
-        tuple(sorted(retired)),
-        keys,
-        joined=tuple(sorted(joined)),
-    )
+    joining_next = tuple(sorted({*joining, *joined}))
+    following_epoch = Epoch(epoch.number + 1, members, {**epoch.incarnations, **joined}, joining_next)
+    return Verdict(following_epoch, dict(alarm.lost), tuple(sorted(retired)), keys, joined=tuple(sorted(joined)))

@@ -10,15 +10,7 @@ from typing import Protocol
 from attrs import frozen
 
 from pipegrid.monitor.control import ControlStore, Failure
-from pipegrid.monitor.epochs.records import (
-    Alarm,
-    Ballot,
-    DoneCount,
-    Verdict,
-    alarm_of,
-    verdict_of,
-    verdict_to_text,
-)
+from pipegrid.monitor.epochs.records import Alarm, Ballot, DoneCount, Verdict, alarm_of, verdict_of, verdict_to_text
 
 LEFT = 1 << 40
 """The number that a rank which leaves adds to its heartbeat counter."""

@@ -28,10 +28,7 @@ def mesh_ranks(tensor: Any) -> frozenset[int]:
 
 def local_of(tensor: Any) -> torch.Tensor:
     """The shard of a DTensor on this rank, sharing its memory; any other tensor itself. Call it without grad mode."""
-    if not is_dtensor(tensor):
-        plain: torch.Tensor = tensor
-        return plain
-    shard: torch.Tensor = tensor.to_local()
+    shard: torch.Tensor = tensor.to_local() if is_dtensor(tensor) else tensor
     return shard
 
 

@@ -16,13 +16,7 @@ from attrs import define, field, frozen, setters
 
 from pipegrid.gradients.dtensors import fsdp_divisors, is_dtensor, mesh_ranks, replicating_groups
 from pipegrid.gradients.errors import GradientError
-from pipegrid.gradients.groups import (
-    collection_of,
-    replica_group,
-    replica_group_or_none,
-    require_groups,
-    size_of,
-)
+from pipegrid.gradients.groups import collection_of, replica_group, replica_group_or_none, require_groups, size_of
 from pipegrid.gradients.main_grad import Modules, accumulation_dtype, named_modules
 
 
@@ -174,17 +168,7 @@ def _gradients(modules: Modules, collections: Any, divided: dict[int, float | No
             seen.add(id(parameter))
             marks, by_fsdp = marks_of(parameter), id(parameter) in divided
             replicas, tensor = expert if marks.expert else plain
-            yield ParameterGradient(
-                module,
-                prefix + name,
-                parameter,
-                marks,
-                replicas,
-                tensor,
-                size_of(own),
-                mesh_ranks(parameter),
-                tuple(replicating_groups(parameter)),
-                by_fsdp,
-                (divided[id(parameter)] or size_of(replicas)) if by_fsdp else 1.0,
-                accumulation_dtype(parameter),
-            )
+            by = (divided[id(parameter)] or size_of(replicas)) if by_fsdp else 1.0
+            where = module, prefix + name, parameter, marks, replicas, tensor, size_of(own)
+            alike = tuple(replicating_groups(parameter))
+            yield ParameterGradient(*where, mesh_ranks(parameter), alike, by_fsdp, by, accumulation_dtype(parameter))

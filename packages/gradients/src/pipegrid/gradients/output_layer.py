@@ -126,13 +126,13 @@ def _weight_gradient(x: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
 
 
 def _gather(x: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """The shards of all ranks, concatenated along the first axis."""
     whole, handle = _start_gather(x, group)
     wait_inside(handle)
     return whole
 
 
 def _start_gather(x: torch.Tensor, group: dist.ProcessGroup | None) -> tuple[torch.Tensor, Any]:
+    """The shards of all ranks, concatenated along the first axis, once what is given beside them has ended."""
     whole = x.new_empty((x.shape[0] * dist.get_world_size(group), *x.shape[1:]))
     return whole, gather_flat(whole, x.contiguous(), group)
 

@@ -11,19 +11,9 @@ from attrs import define, field
 
 from pipegrid.gradients import foreach
 from pipegrid.gradients.all_reduce import all_reduce
-from pipegrid.gradients.dtensors import (
-    local_of,
-    partial_groups,
-    summed_like,
-    unlike_its_parameter,
-)
+from pipegrid.gradients.dtensors import local_of, partial_groups, summed_like, unlike_its_parameter
 from pipegrid.gradients.layout import ParameterGradient, TieMark
-from pipegrid.gradients.main_grad import (
-    accumulated,
-    accumulation_dtype,
-    replace_accumulated,
-    set_accumulated,
-)
+from pipegrid.gradients.main_grad import accumulated, accumulation_dtype, replace_accumulated, set_accumulated
 from pipegrid.monitor.collectives import Waiting
 
 _AS_IT_IS_BYTES = 2**20  # from here on, a gradient alone in its bucket is not copied
@@ -81,8 +71,7 @@ class Bucket:
                 "copies: the plan needs its REDUCE (PipelineConfig.tied_parameters, or with_reduce and reducers=)"
             )
         for each in self.layouts:
-            gradient = accumulated(each.parameter)
-            if gradient is None:
+            if (gradient := accumulated(each.parameter)) is None:
                 continue
             if gradient.is_sparse:
                 return f"{each} has a sparse gradient; use Embedding(sparse=False)"
@@ -163,8 +152,6 @@ class Bucket:
     @property
     def unknown(self) -> torch.Tensor | None:
         """The flags, where this rank lacks a gradient; None where it has them all, or nothing is summed."""
-        if self.flags is None:
-            return None
         return self.flags if any(each is None for each in self.gradients) else None  # `in` compares tensors
 
     def finish(self, divisor: Divisor | None, used: Sequence[bool]) -> None:
@@ -174,8 +161,7 @@ class Bucket:
         """
         if self.tie is not None:
             self.tie.summed = False
-        if divisor is None:
-            divisor = self.layouts[0].module_replicas
+        divisor = self.layouts[0].module_replicas if divisor is None else divisor
         if self.layouts[0].divided != 1:
             divisor = divisor / self.layouts[0].divided
         if self.values is None:

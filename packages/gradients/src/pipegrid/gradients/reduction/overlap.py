@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -25,10 +26,8 @@ class EarlyReduction:
         self, reduction: GradientReduction, last: Mapping[int, int], trained: Mapping[int, Sequence[torch.nn.Parameter]]
     ) -> None:
         self._reduction = reduction
-        held: dict[int, tuple[int, torch.nn.Parameter]] = {}
-        for place, stage in last.items():  # in the order of the plan, so that the last of several stages stays
-            for parameter in trained.get(stage, ()):
-                held[id(parameter)] = place, parameter
+        # In the order of the plan, so that the last of several stages stays.
+        held = {id(each): (place, each) for place, stage in last.items() for each in trained.get(stage, ())}
         self._parameters: dict[int, list[torch.nn.Parameter]] = {}
         for place, parameter in held.values():
             self._parameters.setdefault(place, []).append(parameter)
@@ -40,9 +39,8 @@ class EarlyReduction:
         del action
         for parameter in self._parameters.get(self._place, ()):
             if not has_foreign_buffer(parameter):
-                self._handles.append(
-                    parameter.register_post_accumulate_grad_hook(self._whole)  # type: ignore[no-untyped-call]
-                )
+                watch: Any = parameter.register_post_accumulate_grad_hook
+                self._handles.append(watch(lambda whole: self._reduction.ready([whole])))
 
     def after(self, action: object) -> None:
         """All gradients of the stage are whole."""
@@ -57,6 +55,3 @@ class EarlyReduction:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-
-    def _whole(self, parameter: torch.nn.Parameter) -> None:
-        self._reduction.ready([parameter])

@@ -23,14 +23,7 @@ from pipegrid.autograd.tree import compiled_among, fsdp_among, modules_in
 from pipegrid.core.graph import ModuleGraph
 from pipegrid.gradients.dtensors import fsdp_divisors
 from pipegrid.gradients.errors import GradientError
-from pipegrid.gradients.groups import (
-    collection_of,
-    device_of,
-    group_of,
-    replica_group,
-    require_groups,
-    size_of,
-)
+from pipegrid.gradients.groups import collection_of, device_of, group_of, replica_group, require_groups, size_of
 from pipegrid.gradients.layout import marks_of
 from pipegrid.gradients.main_grad import accumulation_dtype
 from pipegrid.gradients.reduction.reduce import BUCKET_BYTES, GradientReduction
@@ -213,11 +206,7 @@ class StepGradients:
                 pass
 
     def finish(
-        self,
-        counted: Counted,
-        tokens: Callable[[], torch.Tensor] | None = None,
-        *,
-        force_all_reduce: bool = False,
+        self, counted: Counted, tokens: Callable[[], torch.Tensor] | None = None, *, force_all_reduce: bool = False
     ) -> None:
         """After the last backward: the user's finalizer, or what is left of the reduction.
 
@@ -240,8 +229,7 @@ class StepGradients:
             return None
         parts = []
         for stage, model in self.models.items():
-            own = counted[stage]
-            if own is None:
+            if (own := counted[stage]) is None:
                 own = torch.zeros((), dtype=torch.int64, device=device_of(model, None))
             tp = group_of(self.pg_collection, self.policy.names[stage], "tp")
             parts.append(own if tp is None or tp.rank() == 0 else torch.zeros_like(own))
@@ -309,15 +297,7 @@ def gradient_policy(
         loss_factors = {stage: lanes / by_module[name] for stage, name in names.items()}
     elif of_loss is not None and not by_hand and not per_token:
         loss_factors = {stage: of_loss / by_module[name] for stage, name in names.items()}
-    return GradientPolicy(
-        per_token=per_token,
-        weighted=weighted,
-        reduced=reduced,
-        loss_lanes=of_loss,
-        loss_factors=loss_factors,
-        by_hand=by_hand,
-        names=names,
-    )
+    return GradientPolicy(per_token, weighted, reduced, of_loss, loss_factors, by_hand, names)
 
 
 def _require_finished(

@@ -165,8 +165,7 @@ class GradientReduction:
         """
         filled = False
         for parameter in parameters:
-            bucket = self._left.pop(id(parameter), None)
-            if bucket is not None:
+            if (bucket := self._left.pop(id(parameter), None)) is not None:
                 bucket.missing -= 1
                 filled = filled or not bucket.missing
         if filled:
@@ -223,10 +222,7 @@ class GradientReduction:
 
 
 def global_tokens(
-    num_tokens: torch.Tensor | float,
-    device: torch.device,
-    job_group: dist.ProcessGroup | None,
-    waiting: Waiting,
+    num_tokens: torch.Tensor | float, device: torch.device, job_group: dist.ProcessGroup | None, waiting: Waiting
 ) -> torch.Tensor:
     """The tokens of the job; stays on the device, so that the host does not wait for it.
 

@@ -262,8 +262,7 @@ def _require_equal(tied: TiedParameters) -> None:
     if apart:
         raise GradientError(
             f"the copies of tied parameter {tied.name!r} differ from that of rank {next(iter(values))}: "
-            f"{', '.join(apart)}; "
-            "initialize them with the same seed, or broadcast one of them first"
+            f"{', '.join(apart)}; initialize them with the same seed, or broadcast one of them first"
         )
 
 

@@ -50,10 +50,7 @@ def sharded_like(parameter: Any, shard: torch.Tensor) -> torch.Tensor:
 
 
 def replicating_groups(parameter: Any) -> list[dist.ProcessGroup]:
-    """The groups, by mesh dim, of ranks that hold a DTensor's shard alike; none of another tensor.
-
-    Over these, gradients may be parts of a sum.
-    """
+    """The groups, by mesh dim, that hold a DTensor's shard alike: over these, gradients may be parts of a sum."""
     if not is_dtensor(parameter):
         return []
     mesh = parameter.device_mesh

@@ -61,10 +61,7 @@ def replica_group(collections: Any, name: str) -> dist.ProcessGroup | None:
 
 
 def require_groups(collections: Any, name: str, dims: Iterable[str] = ()) -> None:
-    """Raise unless the collection has the replicas that its grid's sizes demand, and the groups of ``dims``.
-
-    Of a collection made by hand, without a ``grid``, the sizes are not known.
-    """
+    """Raise unless the collection has the groups, of replicas and ``dims``, that its grid's sizes, if any, demand."""
     collection = collection_of(collections, name)
     grid = getattr(collection, "grid", None)
     if grid is None:

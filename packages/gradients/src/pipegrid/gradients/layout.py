@@ -80,10 +80,7 @@ class ParameterGradient:
 
     @property
     def summed_over(self) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
-        """The tp ranks and the replicas that a reduction sums it over, in this order; None: not over them.
-
-        Not over replicas where ``fully_shard`` or the ``REDUCE`` of a tie has summed over them.
-        """
+        """The tp ranks and the replicas that a reduction sums it over; None: not, or ``fully_shard`` or a tie did."""
         done = self.by_fsdp or (self.marks.tie is not None and self.marks.tie.over_replicas)
         return (
             self.tensor if self.marks.partial and size_of(self.tensor) > 1 else None,
@@ -136,10 +133,9 @@ class GradientLayout:
         return (each for each in self.gradients if each.parameter.requires_grad)
 
     def require_groups(self, dims: Iterable[str] = ()) -> None:
-        """Raise a GradientError for a module without a group that a sum, or with ``dims`` a norm, needs.
+        """Raise GradientError for a module without a group that a sum, or with ``dims`` a norm, needs.
 
-        The sizes of a collection's grid demand the group, or an expert or cp ranks do. ``dims`` are needed where the
-        module has a parameter that is not sharded.
+        Its grid's sizes demand it, or an expert or cp ranks do; ``dims``, where a parameter is not sharded.
         """
         whole = {each.module for each in self.gradients if not (is_dtensor(each.parameter) or each.marks.sharded)}
         for name in self.names:

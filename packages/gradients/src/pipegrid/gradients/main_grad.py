@@ -181,10 +181,7 @@ def keeps_main_grad(parameter: torch.nn.Parameter) -> bool:
 
 
 def has_foreign_buffer(parameter: torch.nn.Parameter) -> bool:
-    """Whether ``main_grad`` is a buffer of another library, which may know its address: it is written, never replaced.
-
-    No hook of `accumulate_in_main_grad` writes it.
-    """
+    """Whether ``main_grad`` is another library's buffer: written, never replaced, and by no hook of ours."""
     return keeps_main_grad(parameter) and not hasattr(parameter, "main_grad_dtype")
 
 

@@ -62,7 +62,7 @@ def bounded_store(
 ) -> ControlStore:
     """``store``, of which every call ends within ``seconds``, with an answer or a `SilentStoreError`.
 
-    ``stuck``: the same while an earlier call has not returned, so that a store that is silent is waited for once.
+    ``stuck``: the same while an earlier call has not returned: a silent store is waited for once.
     """
     names = (*STORE_VERBS, _READ_ALL) if hasattr(store, _READ_ALL) else STORE_VERBS
 
@@ -173,7 +173,7 @@ class Control:
     def announce(self, step: int, what: str) -> bool:
         """Publish what this rank runs as its ``step``-th step; whether the first rank to arrive runs the same.
 
-        Two calls of the store. Where ranks differ, the last one to arrive looks up who runs what, and records it.
+        Two calls of the store. Where ranks differ, the last one to arrive records who runs what.
         """
         key = f"step/{step}/first"
         same: bool = what == json.loads(self.store.compare_set(key, "", json.dumps([self.rank, what])))[1]
@@ -197,10 +197,8 @@ class Control:
     def agree(self, step: int, what: str, *, seconds: float) -> Failure | None:
         """Announce, and wait until all ranks have: the job's first failure, if there is one by then.
 
-        A rank that runs the same as before, and the same as the first rank to arrive, waits for none.
-
-        Raises:
-            DisagreementError: a rank did not arrive in time.
+        A rank that runs the same as before, and as the first to arrive, waits for none. Raises DisagreementError where
+        one does not arrive in time.
         """
         unchanged = what == self._runs
         same = self.announce(step, what)
@@ -231,10 +229,7 @@ class Control:
         return come, different
 
     def _said(self, step: int, *, all_have_come: bool = False) -> dict[int, str]:
-        """The announced plan of each rank for a step, by rank, as far as ranks have announced one.
-
-        A rank announces none where it runs the same as before, and the same as the first rank to arrive.
-        """
+        """The plan of each rank for a step, as announced: not where it is as before and as that of the first rank."""
         first, what = json.loads(self.store.get(f"step/{step}/first"))
         said = {rank: json.loads(value) for rank, value in self.read("runs").items()}
         known = dict.fromkeys(self.ranks if all_have_come else [first], what)

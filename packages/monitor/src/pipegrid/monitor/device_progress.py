@@ -22,7 +22,7 @@ def progress_of(device: torch.device) -> DeviceProgress | None:
 class DeviceProgress:
     """A hook that marks the device's work after each action: ``mark`` makes an event after all that was issued so far.
 
-    One thread runs actions, another asks: a deque's ends may be used from both without a lock.
+    One thread runs actions, another asks: a deque's ends need no lock.
     """
 
     def __init__(self, mark: Callable[[], Any]) -> None:

@@ -38,9 +38,8 @@ class FirstFailure:
     _count: int = field(default=0, init=False)
 
     def record(self, text: str, attempt: int = 0) -> str:
-        """Record ``text`` as this rank's failure; return that of the rank that failed first, which may be this one.
+        """Record ``text`` as this rank's failure in the communicator's ``attempt``; return the text that was first.
 
-        ``attempt``: that of the communicator.
         ``text`` where the store does not answer within half a second, or its process has ended.
         """
         try:

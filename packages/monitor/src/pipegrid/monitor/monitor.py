@@ -264,8 +264,8 @@ class Monitor:
     def announce(self) -> None:
         """Start to announce the running step, on the thread that asks the store, unless that was done; from any thread.
 
-        The thread takes a core from the step for a moment. So a runtime calls this where that delays no other rank,
-        behind its first message; without one the next look does, or the end of the step.
+        That takes a core for a moment: a runtime calls this behind its first message; else the next look does, or the
+        end.
         """
         with self._announcing:
             what, self._unannounced = self._unannounced, None

@@ -97,10 +97,7 @@ class Communicator:
     # ---- Messages
 
     def port(self, edge: Edge, direction: Direction) -> Port:
-        """This rank's end of ``edge`` (forward), or of the way against it (backward). A runtime asks once for each.
-
-        Raises P2PUsageError where this rank has no such end.
-        """
+        """This rank's end of ``edge`` (forward) or of the way against it; P2PUsageError where there is none."""
         raise P2PUsageError(f"{type(self).__name__} has no port for edge {edge} {direction.name.lower()}")
 
     def open_across(self, *, sends: Iterable[Crossing], receives: Iterable[Crossing]) -> None:
@@ -114,10 +111,7 @@ class Communicator:
         """
 
     def port_across(self, edge: Edge, direction: Direction, replica: int) -> Port:
-        """`port` of an edge whose other end is in another replica, where routes move a unit there or back.
-
-        Raises P2PUsageError where no data goes from one replica to another.
-        """
+        """`port` of an edge with its other end in another replica, for routes; P2PUsageError where there is none."""
         raise P2PUsageError(
             f"{type(self).__name__} moves data within one replica: it has no port to replica {replica} for edge {edge} "
             f"{direction.name.lower()}"
@@ -137,7 +131,7 @@ class Communicator:
     ) -> tuple[Handle | None, ReceiveHandle | None]:
         """Start the exchange along ``edge`` among all ranks of its two stages, some of which hold both.
 
-        Returns the send of a rank that holds the stage that makes the payload, and the receive of one with the other.
+        Returns the send of a rank of the stage that makes the payload, and the receive of one of the other.
         """
         del payload
         raise P2PUsageError(f"{type(self).__name__} has no exchange for edge {edge} {direction.name.lower()}")

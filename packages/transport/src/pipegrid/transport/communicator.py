@@ -257,10 +257,7 @@ class P2PCommunicator(NeighbourVerbs, LaneCommunicator):
     # ---- The asynchronous form
 
     def lane(self, edge: Edge, direction: Direction) -> Lane:
-        """The lane that carries the traffic of an edge in a direction.
-
-        Raises P2PUsageError where there is no such edge, it does not touch this rank, or its lane was not opened.
-        """
+        """The lane of an edge in a direction; P2PUsageError where it is none of this rank, or was not opened."""
         if (found := self._of_edge.get((edge, direction))) is not None:
             return found
         require_edge(edge, self._placement, self._edges)

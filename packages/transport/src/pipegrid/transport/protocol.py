@@ -21,10 +21,9 @@ class Handle(Protocol):
     """A transfer under way."""
 
     def wait(self, timeout: float | None = None) -> None:
-        """Return when the transfer is done (on CUDA: when the current stream is ordered after it).
+        """Return when the transfer is done (on CUDA: when the current stream is ordered after it); repeatable.
 
-        May be called any number of times. Raises `P2PTimeoutError` past the deadline, and `P2PMismatchError` where the
-        two sides disagree about the message.
+        Raises `P2PTimeoutError` past the deadline, `P2PMismatchError` where the two sides disagree about the message.
         """
 
     def is_completed(self) -> bool:

@@ -62,10 +62,7 @@ def _under(stream: torch.Stream) -> Iterator[None]:
 
 
 def mark(device: torch.device, *, blocking: bool = False) -> Sequence[Any]:
-    """Record an event on the current stream; no event on a device without streams.
-
-    A thread that waits for a ``blocking`` event sleeps; others keep a core busy.
-    """
+    """Record an event on the current stream, if the device has any; a waiter for a ``blocking`` one sleeps."""
     stream = current_stream(device)
     return () if stream is None else (stream.record_event(cuda.Event(blocking=True) if blocking else None),)
 

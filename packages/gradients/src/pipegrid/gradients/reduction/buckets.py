@@ -155,10 +155,7 @@ class Bucket:
         return self.flags if any(each is None for each in self.gradients) else None  # `in` compares tensors
 
     def finish(self, divisor: Divisor | None, used: Sequence[bool]) -> None:
-        """Divide by ``divisor`` (None: the module's replicas), and put the results where the gradients were.
-
-        ``used``: which parameters have a gradient on any rank.
-        """
+        """Divide by ``divisor`` (None: the module's replicas), and store; ``used``: has a gradient on any rank."""
         if self.tie is not None:
             self.tie.summed = False
         divisor = self.layouts[0].module_replicas if divisor is None else divisor
@@ -196,8 +193,8 @@ def used_in(buckets: Sequence[Bucket]) -> list[list[bool]]:
 def bucketed(layouts: Iterable[ParameterGradient], bucket_bytes: int) -> Iterator[tuple[ParameterGradient, ...]]:
     """Gradients in order, cut where the module or their kind changes or the bucket is full.
 
-    The order in which an all-reduce sums depends on the place in the buffer, and all copies of a tied parameter must
-    get the same bits: it is a bucket of its own.
+    A tied parameter is alone: the order of an all-reduce's sum depends on the place, and all copies must get equal
+    bits.
     """
     for _, alike in groupby(layouts, lambda each: (each.module, each.bucket)):
         bucket: list[ParameterGradient] = []

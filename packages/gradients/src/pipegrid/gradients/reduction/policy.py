@@ -43,10 +43,7 @@ Counted = Mapping[int, torch.Tensor | None]
 
 @frozen
 class GradientPolicy:
-    """The way from the gradients of this rank's stages to those of one process. Made by `gradient_policy`.
-
-    Without the models, so that it can be kept between steps; `of_step` takes those that it was made for.
-    """
+    """How gradients of this rank's stages become those of one process: decided once, and kept between steps."""
 
     per_token: bool  # losses are sums, and gradients are divided by the tokens of the job
     weighted: bool  # these tokens add up to the microbatches of the job (``weighted_microbatches``)
@@ -183,10 +180,9 @@ class StepGradients:
             self.reduction.begin()
 
     def require_whole(self) -> None:
-        """Raise a GradientError unless every replica can end the step with whole gradients.
+        """Raise a GradientError unless every replica can end the step with whole gradients (``force_all_reduce``).
 
-        ``force_all_reduce`` asks for these. A module sharded over its replicas, or in a wrapper that may keep shards,
-        has none; nor has a user's finalizer that takes no ``force_all_reduce``.
+        Not where one may keep shards, or the user's finalizer takes no ``force_all_reduce``.
         """
         for stage, model in self.models.items():
             wrapped = hasattr(model, "no_sync") and not isinstance(model, DistributedDataParallel)

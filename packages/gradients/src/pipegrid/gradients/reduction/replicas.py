@@ -53,10 +53,7 @@ class ReplicaError(RuntimeError):
 
 
 def meet_replicas(module: str, group: dist.ProcessGroup, waiting: Waiting) -> None:
-    """Return when all replicas of a module have come to compare it again, past the first step.
-
-    Raises DisagreementError where some have not come within the deadline, or the job has failed meanwhile.
-    """
+    """Return when all replicas of a module have come to compare it again; DisagreementError where some do not."""
     ranks, rank = dist.get_process_group_ranks(group), dist.get_rank()
     monitor, seconds = waiting.monitor, _PART * (waiting.deadline or _DEADLINE)
     try:

@@ -88,10 +88,9 @@ class TiedParameters:
 
     @torch.no_grad()
     def require_equal(self, waiting: Waiting | None = None) -> None:
-        """Raise where copies differ in a bit; all ranks with a copy call it. One read of each, and a small all-gather.
+        """Raise ReplicaError, on every rank with a copy, where copies differ in a bit.
 
-        Raises:
-            ReplicaError: on every rank with a copy, with the checksums and their ranks.
+        All ranks with a copy call it. One read of each, and a small all-gather.
         """
         if not self.copies:
             return

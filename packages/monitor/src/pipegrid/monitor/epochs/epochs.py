@@ -182,10 +182,9 @@ class Epochs:
         return True
 
     def lost(self, rank: int, why: str, epoch: Epoch | None = None) -> None:
-        """Record for all that the process of ``rank`` has ended that is a member of ``epoch``. From any thread.
+        """Record that the process of ``rank`` in ``epoch`` (None: the current one) has ended. From any thread.
 
-        A rank that lives and closes a lane, after a failure of its own, is not lost. ``epoch``: None is the current
-        one.
+        A rank that lives and closes a lane, after a failure of its own, is not lost.
         """
         try:
             self._heartbeat.lost(rank, why, epoch)
@@ -229,10 +228,7 @@ class Epochs:
         return evolve(outcome, committed=outcome.keys > number)
 
     def give_up(self, error: str) -> None:
-        """Fail the job: `done` and `vote` of all members raise a JobFailedError with ``error``. From any thread.
-
-        Of a rank that the others go on without, nothing.
-        """
+        """Fail the job with ``error``, for all members, unless they go on without this rank. From any thread."""
         self._failed = self._failed or error
         epoch = self.current
         try:
@@ -349,8 +345,7 @@ def _admission(stored: StoredEpochs, heartbeat: Heartbeat, epoch: Epoch, deadlin
     """Ask to join, and wait for the vote result by which this process is a member, or that the job has failed.
 
     It may take as long as a step, or until other new processes, with which this one computes, have asked as well.
-    ``stored`` is over this thread's connection; the current epoch is found from ``epoch``; ``deadline``: seconds in
-    which some member's heartbeat is seen, or an earlier process of the rank is voted out. Raises as `Epochs.join`.
+    ``deadline``: seconds in which some member's heartbeat is seen, or an earlier process of the rank is voted out.
     """
     rank, own, began = heartbeat.rank, heartbeat.incarnation, time.monotonic()
     stored.ask(rank, own)

@@ -58,8 +58,7 @@ class Heartbeat:
     def send(self, now: float) -> None:
         """Send a heartbeat, and read those of the ranks that this one watches.
 
-        A rank is silent for as long as this one reads no new heartbeat of it: the time in which this thread, or the
-        store, was held up does not count.
+        A rank is silent while this one reads no new heartbeat of it: where the reader was held up, time does not count.
         """
         self.stored.heartbeats(self.rank, self.incarnation, 1)
         elapsed, self._sent_at = min(now - self._sent_at, 2 * self.interval), now

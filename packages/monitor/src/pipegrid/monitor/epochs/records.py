@@ -82,10 +82,7 @@ class Ballot:
 
 @frozen
 class Alarm:
-    """The reasons for an epoch's end: lost ranks, each with the reason; new processes; the first other reason.
-
-    ``asking`` has the incarnation of each process that asks to join, by rank.
-    """
+    """The reasons for an epoch's end: lost ranks and why; another reason; who asks to join, rank to incarnation."""
 
     lost: Mapping[int, str] = field(factory=dict)
     why: str = ""
@@ -158,8 +155,7 @@ Retire = Callable[[frozenset[int]], Iterable[int]]
 def admissible(epoch: Epoch, asking: Mapping[int, int], living: Collection[int], retire: Retire) -> dict[int, int]:
     """The processes that ask to join and can: their incarnations by rank.
 
-    A rank of which no process lives, each incarnation once; and no rank that would retire at once, since others with
-    which it computes are still missing.
+    Of ranks without a living process, each incarnation once; none that would retire at once, as peers are missing.
     """
     found = {
         rank: incarnation

@@ -26,10 +26,7 @@ class Ticket(Protocol):
         """Whether the message is done. Over gloo only `hold` finds out."""
 
     def order(self) -> None:
-        """Order the current stream after the message; where the mover is not ``streams``, after `hold`.
-
-        Raises what the message has failed with by then.
-        """
+        """Order the current stream after the message, or raise; where the mover is not ``streams``, after `hold`."""
 
 
 class Mover(Protocol):

@@ -141,10 +141,9 @@ class GlooMover(Mover):
         return lambda tensors: GlooTicket((verb(tensors, peer, tag),))
 
     def _tag(self, sending: bool, peer: int, lane: int, epoch: int) -> int:
-        """Keep apart messages that would meet by mistake: the mistake then runs into the deadline.
+        """Keep apart messages that would meet by mistake, an overflow or a swap: it then runs into the deadline.
 
-        Without it, gloo would let messages meet across a renewal that one side did not make, or, on a shared
-        communicator, messages that the two sides did not start in the same order: an overflow or a swap.
+        A renewal that one side did not make; on a shared communicator, messages not started in the same order.
         """
         number = self._started[sending, peer] % _ORDER_NUMBERS
         self._started[sending, peer] += 1

@@ -100,10 +100,7 @@ class NcclTicket:
             self.done()
 
     def done(self) -> bool:
-        """Whether the batch is done. A failed work is completed as well, so its error is asked for.
-
-        The device is not polled while aborts drain: nothing is done then.
-        """
+        """Whether the batch is done; not while aborts drain. A failed work is completed, so its error is asked for."""
         device_aborts.require_not_aborted(self._group)
         for work in self._works:
             if not device_aborts.poll(work.is_completed):
@@ -124,10 +121,7 @@ class NcclTicket:
             raise RuntimeError(f"given up: {reason}" if reason else f"not done after {seconds:.3g} s")
 
     def done_within(self, seconds: float, given_up: Callable[[], str] = str) -> bool:
-        """Whether all is done within ``seconds``, unless ``given_up`` has a text before.
-
-        By polling: past the timeout of a wait NCCL would end the communicator.
-        """
+        """Whether all is done within ``seconds``. By polling: past a timeout NCCL would end the communicator."""
         end = time.monotonic() + seconds
         while not self.done():
             if time.monotonic() >= end or given_up():

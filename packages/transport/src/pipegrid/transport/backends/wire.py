@@ -45,10 +45,7 @@ def cut_connection(group: Any, peer: int) -> None:
 
 
 def cut_all_connections(group: Any) -> None:
-    """Cut the gloo connections of ``group`` to all its ranks: whatever is under way there ends with an error.
-
-    The first cut closes the others as well, so that a large group takes no longer than a small one.
-    """
+    """Cut the gloo connections of ``group`` to all its ranks; the first cut closes the others as well."""
     for peer in range(group.size()):
         if peer != group.rank():
             cut_connection(group, peer)
@@ -89,15 +86,10 @@ class PostedHeader:
 
 @define(eq=False)
 class Wire:
-    """One end of a control channel.
+    """One end of a control channel."""
 
-    Attributes:
-        group: moves headers and end notices; with gloo, payloads as well.
-        peer: the other rank, as rank in the group.
-    """
-
-    group: Any
-    peer: int
+    group: Any  # moves headers and end notices; with gloo, payloads as well
+    peer: int  # the other rank, as rank in the group
     _notice: Work = None
     _notice_buffer: bytearray = field(factory=lambda: bytearray(_NOTICE_BYTES))
     _watched: bool = False

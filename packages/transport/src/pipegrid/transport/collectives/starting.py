@@ -33,10 +33,7 @@ def start(
 
 
 def wait_inside(work: dist.Work | None) -> None:
-    """Wait for a collective inside a compute, as tensor parallelism has them.
-
-    It ends when its ranks come, at the group's timeout, or when a monitor that sees the job fail cuts its group.
-    """
+    """Wait for a collective inside a compute: up to the group's timeout, or until a failed job cuts its group."""
     if work is not None:
         work.wait()
         host_collectives.forget(work)

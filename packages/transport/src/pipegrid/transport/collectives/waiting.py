@@ -112,10 +112,7 @@ def _done_on_host(work: Any, seconds: float) -> bool:
 
 
 def _is_in_streams(group: ProcessGroup | None) -> bool:
-    """Whether collectives of tensors on the host complete in stream order: gloo's do not, those of a fake NCCL do.
-
-    Asked of the group itself: torch knows nothing of one that was destroyed meanwhile.
-    """
+    """Whether collectives of host tensors complete in stream order, as the group itself says (it may be destroyed)."""
     import torch
     import torch.distributed as dist
 

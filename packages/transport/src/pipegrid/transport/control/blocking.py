@@ -145,8 +145,7 @@ class NeighbourVerbs:
     ) -> Any:
         """Send an activation to the next rank and receive a gradient from it; None on the last stage.
 
-        Arguments and errors as for `send_forward` and `recv_forward`. Where one of the two cannot be started, neither
-        is.
+        As `send_forward` and `recv_forward`; where one of the two cannot be started, neither is.
         """
         if is_last_stage:
             return None
@@ -156,10 +155,7 @@ class NeighbourVerbs:
     def send_backward_recv_forward(
         self, input_tensor_grads: Any, tensor_shapes: Any = None, is_first_stage: bool = False
     ) -> Any:
-        """Send a gradient to the previous rank and receive an activation from it; None on the first stage.
-
-        Arguments and errors as for `send_forward_recv_backward`.
-        """
+        """`send_forward_recv_backward` the other way: a gradient to the previous rank; None on the first stage."""
         if is_first_stage:
             return None
         parts = {"send_prev": (input_tensor_grads,), "recv_prev": (tensor_shapes,)}
@@ -188,10 +184,9 @@ class NeighbourVerbs:
     def send_backward_recv_backward(
         self, input_tensor_grad: Any, recv_next: bool, tensor_shape: Any = None, overlap_p2p_comm: bool = False
     ) -> Any:
-        """Send a gradient to the previous rank, and receive one from the next rank.
+        """Send a gradient to the previous rank, and receive one from the next: as `send_forward_recv_forward`.
 
-        Arguments, result and errors as for `send_forward_recv_forward`; the handles are ``"recv_next"`` and
-        ``"send_prev"``.
+        The handles are ``"recv_next"`` and ``"send_prev"``.
         """
         parts = {"send_prev": _unless_none(input_tensor_grad), "recv_next": (tensor_shape,) if recv_next else None}
         if overlap_p2p_comm:
@@ -201,10 +196,7 @@ class NeighbourVerbs:
     def send_forward_backward_recv_forward_backward(
         self, output_tensor: Any, input_tensor_grad: Any, recv_prev: bool, recv_next: bool, tensor_shape: Any = None
     ) -> tuple[Any, Any]:
-        """Send an activation to the next and a gradient to the previous rank, and receive one of each.
-
-        Returns ``(activation, gradient)``, each None where it is not received.
-        """
+        """Exchange both ways with both neighbours; ``(activation, gradient)``, each None where it is not received."""
         received = self._transfers.exchange(
             "forward-backward-send-forward-backward-recv",
             send_next=_unless_none(output_tensor),

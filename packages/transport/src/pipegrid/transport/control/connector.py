@@ -70,8 +70,7 @@ class Connector:
     def connect(self, bundles: Sequence[_Bundle]) -> dict[LaneSpec, _Connected]:
         """A connection for each lane of this rank on these communicators of it.
 
-        First all pairs of ranks compare what they open, then communicators are made, each in the order of
-        `opening_key`.
+        All pairs of ranks compare what they open, then communicators are made, each in the order of `opening_key`.
         """
         if self._on_device and bundles:
             warn_of_watchdog(self._backend)
@@ -110,10 +109,7 @@ class Connector:
         return found
 
     def _compare(self, pair: tuple[int, int], between: Mapping[GroupSpec, Sequence[LaneSpec]]) -> None:
-        """Compare with the other rank of ``pair`` how both make groups: each would wait for one that it alone makes.
-
-        Raises P2PMismatchError where they differ; on both ranks, once both have come.
-        """
+        """Raise P2PMismatchError on both ranks of ``pair`` where they make other groups: each would wait for ever."""
         rank, config = self._rank, self._config
         groups = "; ".join(f"{spec.label} of ranks {list(spec.ranks)}" for spec in between)
         kind = config.communicators

@@ -63,8 +63,7 @@ class Handshake:
     def say(self, what: str, batch: str | None = None) -> None:
         """Tell the peer that this rank is about to run ``what``, on a batch of that signature.
 
-        gloo delivers no message whose work is dropped. A rank that begins a step has heard the peer in the one before,
-        which had then heard this rank two steps before: older works are done.
+        gloo delivers no message whose work is dropped: the last two are kept, and older ones the peer has heard.
         """
         wire = self.lane.wire
         assert wire is not None

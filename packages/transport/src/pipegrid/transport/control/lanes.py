@@ -90,10 +90,9 @@ class Lanes(dict[LaneSpec, Lane]):
     def in_order(self) -> Iterator[None]:
         """Start transfers of device groups in the order of calls inside the block: for the execution of a plan.
 
-        A receive whose shapes are not known yet (the first of a lane without agreed shapes, each one in header mode)
-        then holds the host until its header has come. Later transfers would else be launched before it, which gets
-        stuck where a GPU plays the kernels of several communicators one by one. In a plan that `verify` has proved for
-        batches in order, the header comes without this rank's later actions. Over gloo nothing changes.
+        A receive whose shapes are not known yet then holds the host until its header has come. Later transfers would
+        else be launched before it, which gets stuck where a GPU plays the kernels of several communicators one by one.
+        In a plan that `verify` has proved for batches in order, the header comes without this rank's later actions.
         """
         before = self.submitter.in_order
         self.submitter.in_order = before or self.on_device
@@ -106,8 +105,8 @@ class Lanes(dict[LaneSpec, Lane]):
     def patient(self, seconds: float) -> Iterator[None]:
         """Transfers for which no caller says how many have at least ``seconds`` inside the block.
 
-        A wait has its own. A send that nobody waits for yet, and a receive whose header holds the host (`in_order`),
-        else end the lanes at their deadline, also where a peer compiles for longer in a first step.
+        Else a send that nobody waits for yet, or a receive whose header holds the host, ends the lanes at their
+        deadline.
         """
         before = self.submitter.patience
         self.submitter.patience = max(before, seconds)
@@ -139,10 +138,10 @@ class Lanes(dict[LaneSpec, Lane]):
         return self._failed or (not self.closed and any(lane.ending.failed for lane in self._ends))
 
     def close(self) -> None:
-        """Wait for transfers that are ordered on a device, then end the lanes and destroy their groups.
+        """Wait for transfers that are ordered on a device, then end the lanes and destroy their groups. Idempotent.
 
-        A transfer over gloo that no caller waited for fails. NCCL's groups are destroyed by both sides together: a side
-        whose other side does not come within the deadline aborts them. A second call does nothing.
+        A transfer over gloo that no caller waited for fails. NCCL's groups are destroyed by both sides together, or
+        aborted by one whose other side does not come within the deadline.
         """
         self._close(math.inf)
 
@@ -207,7 +206,7 @@ def _close(
 ) -> None:
     """End lanes; wait at most ``seconds``, and no longer than the deadline, for transfers that a device has.
 
-    Groups are destroyed by all their members together: those of lanes that failed, or were ``dropped``, are aborted.
+    Groups are destroyed by all members together: those of lanes that failed, or were ``dropped``, are aborted.
     """
     if os.getpid() != process:  # a forked child has neither the threads nor the connections
         return

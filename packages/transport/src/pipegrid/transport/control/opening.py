@@ -111,10 +111,7 @@ def resolve_device(
     *,
     staged: bool = False,
 ) -> tuple[str, torch.device]:
-    """The backend that moves payloads, and the device where they live, from the backends of the group.
-
-    ``staged``: payloads of a GPU travel through host memory.
-    """
+    """The backend that moves payloads and the device where they live; ``staged``: through host memory of a GPU."""
     offered = dict(part.split(":") for part in dist.get_backend_config(group).split(","))
     if device is None:
         kind = kind_of(backend or offered.get("cuda", "none"))

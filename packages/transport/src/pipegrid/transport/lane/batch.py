@@ -74,10 +74,7 @@ class Submitter:
         return self.strict or self.shares
 
     def when_started(self, call: Callable[[], None]) -> None:
-        """Call ``call`` when what this thread has submitted is started: now, or after the batch that it is in.
-
-        Not at all where the batch raises.
-        """
+        """Call ``call`` now, or after the batch that this thread is in; not at all where that raises."""
         thread = get_ident()
         if thread in self.pending:
             self.calls.setdefault(thread, []).append(call)
@@ -156,8 +153,8 @@ class Submitter:
     def _start_in_order(self, transfers: Sequence[Transfer]) -> None:
         """Start numbered transfers, each receive that lacks its header once that has come.
 
-        What a batch has before such a receive is started first: its header may depend on that. The lock is free in the
-        meantime, as a lane's own thread takes it when a header has come.
+        What comes before it is started first: its header may depend on that. The lock is free meanwhile, for a lane's
+        thread.
         """
         if self.shares:
             transfers = _by_call(transfers)

@@ -186,10 +186,7 @@ class Incoming:
             )
 
     def admit(self, transfer: ReceiveTransfer) -> None:
-        """Give a numbered receive its buffers, or defer it until its header comes.
-
-        Raises P2PMismatchError where the announced message differs from what the caller expects.
-        """
+        """Give a numbered receive its buffers, or defer it until its header comes; P2PMismatchError if unexpected."""
         if self.plain is not None and transfer.expected is None and not self.deferred:
             self._fill(transfer, self.plain[1])
             return
@@ -233,10 +230,9 @@ class Incoming:
             self._posted.append((header, beside))
 
     def take_header(self, timeout: timedelta, lock: Any) -> None:
-        """Wait up to ``timeout`` for the next header. Only for the leader; ``lock`` guards the contract.
+        """Wait up to ``timeout`` for the next header; only for the leader. ``lock`` guards the contract.
 
-        Raises RuntimeError where the connection is gone, or no header came; P2PMismatchError for one of another
-        message.
+        Raises RuntimeError where none came; P2PMismatchError for one of another message.
         """
         header = self.header
         if header is None:

@@ -34,10 +34,9 @@ Entry = TypeVar("Entry")
 
 
 def first_of(queue: deque[Entry]) -> Entry | None:
-    """The first entry; None of an empty queue.
+    """The first entry; None of an empty queue, also where another thread empties it meanwhile.
 
-    An iterator of a live queue raises where another thread changes it between two steps, and an entry may go between
-    the question for it and the answer. To walk a queue, walk its ``copy()``, which is one step.
+    An iterator of a live queue raises where it changes: to walk one, walk its ``copy()``, which is one step.
     """
     try:
         return queue[0]

@@ -68,10 +68,7 @@ def dtype_of(spec: TensorSpec) -> torch.dtype:
 
 
 def check_sendable(tensor: Tensor, *, device: torch.device, dtype: torch.dtype | None, lane: object) -> None:
-    """Raise `P2PUsageError` for a tensor whose memory is not its values, in order, on ``device`` and of ``dtype``.
-
-    ``dtype`` is that of floating-point tensors; None allows any.
-    """
+    """Raise P2PUsageError unless memory is values, in order, on ``device``; floats of ``dtype``, None allows any."""
     if tensor.device != device:
         raise P2PUsageError(f"lane {lane} moves tensors of device {device}, got one of {tensor.device}")
     if is_lazy(tensor):
@@ -107,8 +104,7 @@ def _has_memory(tensor: Tensor) -> bool:
 def carried(tensors: Sequence[Tensor], nothing: Tensor) -> Sequence[Tensor]:
     """The tensors that travel for a message: those with elements, uncommon dtypes as bytes.
 
-    A message of no bytes travels as ``nothing``, one byte: it keeps its place in the order, and proves that the peer is
-    alive.
+    Where there are none, ``nothing``, one byte: it keeps the place in the order, and proves that the peer is alive.
     """
     if len(tensors) == 1 and tensors[0].numel() and tensors[0].dtype in _WIRE_DTYPES:
         return tensors if not tensors[0].requires_grad else [tensors[0].detach()]
@@ -128,10 +124,7 @@ def _as_wire(tensor: Tensor) -> Tensor:
 
 
 def is_single_shape(x: Any) -> bool:
-    """Whether ``x`` is one shape: a `torch.Size`, a tuple of integers (``()`` is a scalar's), or a list of them.
-
-    An empty list is an empty list of shapes.
-    """
+    """Whether ``x`` is one shape: a `torch.Size`, a tuple of integers (``()`` is a scalar's), or a list of some."""
     if isinstance(x, torch.Size):
         return True
     if not isinstance(x, (tuple, list)) or (isinstance(x, list) and not x):
@@ -249,10 +242,7 @@ class ReceiveBuffers:
         return [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype, _ in self._leaves]
 
     def payload(self, tensors: Sequence[Tensor], *, prepare: bool = False) -> Any:
-        """The payload over these tensors: those that can have gradients require them, as the sender marked.
-
-        ``prepare``: also allocate the next small message's buffers now, outside its latency.
-        """
+        """The payload over these tensors; ``prepare``: allocate the next small one's buffers, outside its latency."""
         if prepare and self._prepares and self._spare is None and not self._free:
             self._spare = self._new()
         if self._tree == 0:  # most are one plain tensor

@@ -112,7 +112,7 @@ def places(tree: Tree, path: str = "") -> Iterator[tuple[str, int | None]]:
 
 
 def select(tree: Tree, value: Any, mismatch: Callable[[str, Tree, Any], Exception], path: str = "") -> list[Any]:
-    """The parts of ``value`` at the leaves of a structure, in order; a list and a tuple are alike.
+    """The parts of ``value`` at the leaves of a structure; a list and a tuple are alike.
 
     Raises ``mismatch`` of the place, the structure there, and what ``value`` has in its stead.
     """

@@ -25,8 +25,8 @@ class BackgroundThread(threading.Thread):
 class WaitLock:
     """The lock of the thread that waits for a lane, and those that follow it.
 
-    ``step`` waits for one thing, on behalf of a transfer or (None) of the lane's own thread, whose name is ``name`` and
-    which has something to wait for, up to a sequence number, where ``has_work``.
+    ``step`` waits for one thing, on behalf of a transfer or (None) of the lane's own thread, called ``name``, for which
+    there is something up to a sequence number where ``has_work``.
     """
 
     def __init__(self, name: str, step: Callable[[Transfer | None], None], has_work: Callable[[int], bool]) -> None:

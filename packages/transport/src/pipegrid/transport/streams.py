@@ -40,14 +40,12 @@ def synchronize(device: torch.device) -> None:
 
 def new_stream(device: torch.device) -> torch.Stream | None:
     """A stream beside the one that computes; None on a device without streams."""
-    stream: torch.Stream | None = cuda.Stream(device) if has_streams(device) else None
-    return stream
+    return cuda.Stream(device) if has_streams(device) else None
 
 
 def current_stream(device: torch.device) -> torch.Stream | None:
     """The current stream of this thread; None on a device without streams."""
-    stream: torch.Stream | None = cuda.current_stream(device) if has_streams(device) else None
-    return stream
+    return cuda.current_stream(device) if has_streams(device) else None
 
 
 def working_on(stream: torch.Stream | None) -> AbstractContextManager[None]:

@@ -109,16 +109,11 @@ class StepGradients:
 
         They would wait for each other in different collectives, or sum gradients of different parameters. One small
         all-gather per module, before the first step; then the parameters of replicas, unless the config has
-        ``check_replicas=None``. Skipped in a dry run, which has one rank.
+        ``check_replicas=None``. Later once more for a module whose form has changed here: a replica without that change
+        goes on to the reduction, where gloo ends a process at a buffer of another size, so those with it meet at a
+        store first.
 
-        Later once more for a module whose form has changed here. A replica without that change goes on to the
-        reduction, where gloo ends a process at a buffer of another size, so those with it meet at a store first.
-
-        Args:
-            known: the forms that were compared before; None before the first step.
-
-        Returns:
-            the forms of this step, which are compared now.
+        ``known``: the forms that were compared before; None before the first step. Returns those of this step.
 
         Raises:
             DisagreementError: the replicas differ in what they would do, or this one alone has changed.
@@ -204,10 +199,7 @@ class StepGradients:
     def finish(
         self, counted: Counted, tokens: Callable[[], torch.Tensor] | None = None, *, force_all_reduce: bool = False
     ) -> None:
-        """After the last backward: the user's finalizer, or what is left of the reduction.
-
-        ``tokens``: waits for those of the job, where they are counted already.
-        """
+        """After the last backward: the user's finalizer, or the rest; ``tokens`` waits for those of the job."""
         if self.policy.by_hand:
             models, own = list(self.models.values()), self._tokens(counted)
             forced = {"force_all_reduce": True} if force_all_reduce else {}
@@ -245,14 +237,12 @@ def gradient_policy(
     """Decide how the gradients of this rank's ``models``, by their stage of ``graph``, are finished.
 
     ``config.finalize_model_grads_func`` comes first; then a wrapper that reduces by itself (it has ``no_sync``), where
-    that is right; then `reduce_gradients` over ``pg_collection``. Ranks of ``frozen`` modules only count tokens.
-    Gradients that would not be the sum over the replicas of their module, divided by the replicas of the loss or by the
-    tokens of the job, are a `GradientError`; so is a group that the sizes of a collection's grid demand, and that it
-    lacks: where `reduce_gradients` reduces, that of the replicas, and with the loss cp (losses are shares of a mean)
-    and tp (the first rank counts tokens).
+    that is right; then `reduce_gradients` over ``pg_collection``. Ranks of ``frozen`` modules only count tokens. A
+    GradientError where gradients would not be the sum over the replicas of their module, divided by the replicas of the
+    loss or by the tokens of the job; and for a group that the sizes of a grid demand, and its collection lacks: of the
+    replicas, and with the loss cp (losses are shares of a mean) and tp (the first rank counts tokens).
 
-    ``replicas``: where they differ, how many the data is for, by which gradients are divided, and how many of this
-    rank's position live, over which they are summed.
+    ``replicas``: where they differ, how many the data is for, which divide, and how many of this position live.
     """
     per_token = bool(getattr(config, "calculate_per_token_loss", False))
     weighted = per_token and bool(getattr(config, "weighted_microbatches", False))
@@ -356,10 +346,9 @@ def _size(sizes: Mapping[str, int], dims: tuple[str, ...]) -> int:
 
 
 def observed(models: Sequence[torch.nn.Module]) -> tuple[object, ...]:
-    """All that a step derives from ``models`` and may change: what it looks at in every one of them, in one walk.
+    """All that a step derives from ``models`` and that may change: modules, and what each parameter is like.
 
-    Modules count, since a later step may find one swapped, wrapped or compiled. Those of ``fully_shard`` stand for
-    their parameters, which it replaces in every step.
+    Modules of ``fully_shard`` stand for their parameters, which it replaces in every step.
     """
     found: list[object] = []
     for model in models:

@@ -58,11 +58,7 @@ class Loop:
         return backend
 
     def take_backend(self, group: ProcessGroup) -> Any:
-        """The backend of a group that was made here; once.
-
-        Its ``send`` and ``recv`` are the group's without torch's dispatcher, which has nothing to choose there and
-        takes longer than all of a lane's own code.
-        """
+        """The backend of a group, once: its verbs skip torch's dispatcher, which takes longer than a lane."""
         return self._made.pop(group.group_name)
 
 
@@ -107,6 +103,22 @@ class GlooTicket(list[Any]):
 
     def order(self) -> None:
         """Return: the host is the stream of a CPU."""
+
+
+class DryMover(Mover):
+    """Drops what is sent, and receives zeros: a dry run over torch's ``fake`` backend, where no other rank exists."""
+
+    streams = False
+
+    def start(self, operations: Sequence[Operation]) -> Sequence[GlooTicket]:
+        """Fill the buffers of receives with zeros; done from the start."""
+        for sending, tensors, _, _ in operations:
+            for tensor in () if sending else tensors:
+                tensor.detach().zero_()
+        return [GlooTicket() for _ in operations]
+
+    def abort(self) -> None:
+        """Return: nothing is under way."""
 
 
 class GlooMover(Mover):

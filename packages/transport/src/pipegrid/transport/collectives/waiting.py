@@ -52,8 +52,8 @@ class NotDone:
     @classmethod
     def of(cls, error: RuntimeError) -> NotDone:
         """The reason that ``error``, of a work, gives."""
-        why: Literal["aborted", "lost"] = "aborted" if isinstance(error, GroupAbortedError) else "lost"
-        return cls(why, " ".join(text_of(error).split())[:_LONGEST], error)
+        aborted, text = isinstance(error, GroupAbortedError), " ".join(text_of(error).split())[:_LONGEST]
+        return cls("aborted" if aborted else "lost", text, error)
 
 
 def finish(
@@ -175,10 +175,10 @@ class HostCollectives:
         self._groups.pop(work, None)
 
     def cut(self, groups: Iterable[ProcessGroup | None]) -> None:
-        """Cut the connections of those of ``groups`` in which a collective is under way, or has failed.
+        """Cut the connections of those of ``groups`` (None: the default) with a collective under way, or failed.
 
-        None is the default group. Call it once the cause is on record: ranks that wait there for this one have an error
-        at once. The groups are of no use after that.
+        Call it once the cause is on record: ranks that wait there have an error at once. The groups are of no use after
+        that.
         """
         if not self._groups:
             return
@@ -232,7 +232,7 @@ class PendingCollectives(Generic[Label]):
                 label, work, group = self._works[0]
                 try:
                     if not _ticket(work, group).done():
-                        break
+                        return None
                 except RuntimeError as error:
                     self._works.popleft()
                     return label, error
@@ -241,10 +241,8 @@ class PendingCollectives(Generic[Label]):
 
     def check(self) -> None:
         """Raise a RuntimeError for a collective that has failed, once; the text begins with its label. Never blocks."""
-        failed = self.failed()
-        if failed is not None:
-            label, error = failed
-            raise RuntimeError(f"{label} failed: {NotDone.of(error).text}") from error
+        if (failed := self.failed()) is not None:
+            raise RuntimeError(f"{failed[0]} failed: {NotDone.of(failed[1]).text}") from failed[1]
 
     def abort(self, cause: str) -> None:
         """Begin to abort every device group of this process, and forget the collectives that were under way.
@@ -261,8 +259,7 @@ class PendingCollectives(Generic[Label]):
         with self._lock:
             works, self._works = self._works, deque()
         for _, work, group in works:
-            abort = device_aborts.of(group)
-            if abort is not None:
+            if (abort := device_aborts.of(group)) is not None:
                 abort.keep(work, group)
 
 

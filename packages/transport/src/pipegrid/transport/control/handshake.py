@@ -83,10 +83,7 @@ class Handshake:
             self._lost(error)
 
     def hear(self, seconds: float) -> str | None:
-        """Wait until it is known what the peer runs, unless it is; that, if it differs from this rank's step.
-
-        Raises P2PError where the peer has ended, or ended the lane, or said nothing for so many ``seconds``.
-        """
+        """What the peer runs, awaited up to ``seconds``, if it differs from this rank's; P2PError if it ended."""
         heard = self.heard
         if heard is None:
             if isinstance(self._coming, RuntimeError):

@@ -84,10 +84,7 @@ class Landing:
     _form: ReceiveBuffers = field(init=False)
 
     def take(self, form: ReceiveBuffers) -> list[Tensor]:
-        """The tensors of the message that has come, which is one of ``form``.
-
-        No views: what is done to them in place has a graph of its own.
-        """
+        """The tensors of the message, of ``form``: no views, as each has a graph of its own."""
         self._form, memory = form, self._buffer.untyped_storage()
         with torch.inference_mode(False):
             return [

@@ -98,10 +98,7 @@ class Lane:
 
     @property
     def ahead(self) -> int:
-        """Receives that a step may post before their turn: none where the order of all transfers counts.
-
-        In a step whose messages it has learned, the lane posts them itself.
-        """
+        """Receives that a step may post before their turn; none where order counts, or the lane posts them."""
         return 0 if self._early is not None else self._most_ahead
 
     @property
@@ -259,10 +256,7 @@ class Lane:
         self.ending.require_alive()
 
     def renew(self) -> None:
-        """Forget the agreed shapes; the next message agrees on new ones. Raises as `require_renewable`.
-
-        Both ends must call it between the same two messages, for example between training and evaluation.
-        """
+        """Agree on new shapes with the next message; both ends call it between the same two messages."""
         self.require_renewable()
         self._count_alone()
         self.outgoing.renew()

@@ -25,8 +25,7 @@ def collection_of(collections: Any, name: str) -> Any:
         >>> collection_of(ProcessGroupCollection(), "language").dp is None
         True
     """
-    by_name = collections_by_name(collections)
-    if by_name is None:
+    if (by_name := collections_by_name(collections)) is None:
         if not hasattr(collections, "dp") and not hasattr(collections, "dp_cp"):
             raise GradientError(f"collections is {shown(collections)}; it must have the group `dp` or `dp_cp`")
         return collections
@@ -63,8 +62,7 @@ def replica_group(collections: Any, name: str) -> dist.ProcessGroup | None:
 def require_groups(collections: Any, name: str, dims: Iterable[str] = ()) -> None:
     """Raise unless the collection has the groups, of replicas and ``dims``, that its grid's sizes, if any, demand."""
     collection = collection_of(collections, name)
-    grid = getattr(collection, "grid", None)
-    if grid is None:
+    if (grid := getattr(collection, "grid", None)) is None:
         return
     sizes = dict(zip(grid.dim_names, grid.shape, strict=True))
     absent: list[Any] = []

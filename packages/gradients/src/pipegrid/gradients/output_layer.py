@@ -250,8 +250,7 @@ def _without_buffers(module: Any) -> GradientError:
 
 
 def _weight_of(module: Any) -> torch.nn.Parameter:
-    weight = getattr(getattr(module, "output_layer", None), "weight", None)
-    if weight is None:
+    if (weight := getattr(getattr(module, "output_layer", None), "weight", None)) is None:
         weight = getattr(module, "shared_embedding_or_output_weight", lambda: None)()
     if not isinstance(weight, torch.nn.Parameter):  # another tensor would lose its gradient
         raise GradientError(f"{type(module).__name__} has no Parameter as output_layer.weight, nor a shared one")

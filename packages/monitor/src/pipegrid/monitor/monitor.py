@@ -512,8 +512,7 @@ def _end(stop: threading.Event, threads: list[threading.Thread], calls: BoundedC
 def _look_on(monitor: weakref.ref[Monitor], stop: threading.Event, seconds: float) -> None:
     asked = -1.0
     while not stop.wait(seconds):
-        watching = monitor()
-        if watching is None:
+        if (watching := monitor()) is None:
             return
         now = time.monotonic()
         ask = now - asked >= watching.interval

@@ -93,8 +93,7 @@ class Bucket:
             gradient if gradient is None or type(gradient) is torch.Tensor else local_of(gradient)
             for gradient in map(accumulated, self.parameters)
         ]
-        first = self.first
-        if first is None:
+        if (first := self.first) is None:
             return
         like = torch.empty(0, dtype=accumulation_dtype(self.parameters[0]), device=self.parameters[0].device)
         sizes = [local_of(parameter).numel() for parameter in self.parameters]

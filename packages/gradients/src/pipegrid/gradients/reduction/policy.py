@@ -290,8 +290,7 @@ def _require_finished(
     model: torch.nn.Module, name: str, *, own: int | None, divisor: int | str | None, **known: bool
 ) -> None:
     """Raise where gradients that `reduce_gradients` does not finish are not the sum; ``known``: as of `_fault`."""
-    fault = _fault(model, own=own, divisor=divisor, **known)
-    if fault is not None:
+    if (fault := _fault(model, own=own, divisor=divisor, **known)) is not None:
         raise GradientError(
             f"gradients of module {name!r} must be summed over its replicas (dp x cp: {own or 'unknown'}) and "
             f"divided by {divisor or 'those of the loss'}, but {fault}; pass the bare module and pg_collection, or "

@@ -77,8 +77,7 @@ class TiedParameters:
         first = self.copies[0]
         total = torch.zeros_like(first, dtype=accumulation_dtype(first))
         for copy in self.copies if self.contributes else ():
-            gradient = accumulated(copy)
-            if gradient is not None:
+            if (gradient := accumulated(copy)) is not None:
                 total.add_(gradient)
         if self.group is not None:
             all_reduce(total, self.group)(waiting or Waiting())
@@ -225,8 +224,7 @@ def _over_grids(
         )
     _require_copies(name, copies, stages_here(stages, graph, grids, rank))
     made = create_groups((tie.spec for tie in found if len(tie.spec.ranks) > 1), timeout=timeout)
-    own = next((tie for tie in found if rank in tie.spec.ranks), None)
-    if own is None:
+    if (own := next((tie for tie in found if rank in tie.spec.ranks), None)) is None:
         return TiedParameters(name, stages)
     return TiedParameters(name, stages, _distinct(copies), made.get(own.spec), rank in own.contributing)
 
@@ -257,8 +255,7 @@ def _require_equal(tied: TiedParameters) -> None:
     if len(set(forms.values())) > 1 or any(" beside " in each for each in forms.values()):
         raise GradientError(f"the copies of tied parameter {tied.name!r} differ: {'; '.join(by_text(forms))}")
     values = _of_ranks(tied, f"{_difference_to_first(tied):.6g}")
-    apart = [f"rank {rank} by {value}" for rank, value in values.items() if float(value)]
-    if apart:
+    if apart := [f"rank {rank} by {value}" for rank, value in values.items() if float(value)]:
         raise GradientError(
             f"the copies of tied parameter {tied.name!r} differ from that of rank {next(iter(values))}: "
             f"{', '.join(apart)}; initialize them with the same seed, or broadcast one of them first"

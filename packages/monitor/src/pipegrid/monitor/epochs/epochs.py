@@ -290,8 +290,7 @@ class Epochs:
             if self.rank == living[0] or waited > self._deadline:
                 ballots = {member: self._stored.ballot(epoch.number, member) for member in living}
                 voted = {member: ballot for member, ballot in ballots.items() if ballot is not None}
-                silent = [member for member in living if member not in voted]
-                if not silent:
+                if not (silent := [member for member in living if member not in voted]):
                     alarm = self._stored.alarm(epoch.number)  # with who asks, as each knew before it voted
                     decided = decide(epoch, voted, alarm or Alarm(), self._retire, rank=self.rank)
                     return self._stored.propose(epoch.number, decided)

@@ -164,8 +164,7 @@ def admissible(epoch: Epoch, asking: Mapping[int, int], living: Collection[int],
     }
     while found:
         missing = epoch.incarnations.keys() - found.keys() - {*living}
-        without = found.keys() & {*retire(frozenset(missing))}
-        if not without:
+        if not (without := found.keys() & {*retire(frozenset(missing))}):
             break
         found = {rank: incarnation for rank, incarnation in found.items() if rank not in without}
     return found

@@ -69,8 +69,7 @@ class NeighbourTransfers:
             return {name: self._start(name, value) for name, value in given.items()}
 
     def _start(self, name: str, value: Any) -> Any:
-        lane = self._of_name.get(name)
-        if lane is None:
+        if (lane := self._of_name.get(name)) is None:
             raise self._lacks(name)
         if name not in _RECEIVES:
             return lane.isend(value)

@@ -84,8 +84,7 @@ class Handshake:
 
     def hear(self, seconds: float) -> str | None:
         """What the peer runs, awaited up to ``seconds``, if it differs from this rank's; P2PError if it ended."""
-        heard = self.heard
-        if heard is None:
+        if (heard := self.heard) is None:
             if isinstance(self._coming, RuntimeError):
                 self._lost(self._coming)
             try:

@@ -83,8 +83,7 @@ class Submitter:
 
     def __call__(self, transfer: Transfer) -> None:
         """Start a transfer now, or at the end of the batch that this thread is in."""
-        pending = self.pending.get(get_ident())
-        if pending is None:
+        if (pending := self.pending.get(get_ident())) is None:
             self._start([transfer])
         else:
             lane: Any = transfer.lane

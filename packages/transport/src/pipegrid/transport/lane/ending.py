@@ -56,8 +56,7 @@ class LaneEnding:
     def explain(self, error: RuntimeError, transfer: Transfer | None) -> None:
         """Find out why the backend failed, and end the lane with that."""
         if self.error is None:
-            abort = device_aborts.of(self.connection.group)
-            if abort is None:
+            if (abort := device_aborts.of(self.connection.group)) is None:
                 found, kind = self._cause_of(error, transfer), "lost"
             else:  # of a failure elsewhere on this rank, which the other side is to learn
                 text = relayed(abort.cause, f"lane {self.spec} was aborted on rank {self.rank}")

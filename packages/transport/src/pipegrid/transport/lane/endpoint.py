@@ -234,8 +234,7 @@ class Incoming:
 
         Raises RuntimeError where none came; P2PMismatchError for one of another message.
         """
-        header = self.header
-        if header is None:
+        if (header := self.header) is None:
             return
         self._tally.host_syncs += 1
         sequence, standing, signature = decode(header.take(timeout))
@@ -295,8 +294,7 @@ class Incoming:
         if signature.tree == 0 and expected == ExpectedShape(True, (signature.tensors[0].shape,)):
             expected = None
         key = (signature, signature.gradients, expected)
-        buffers = self._buffers.get(key)
-        if buffers is None:
+        if (buffers := self._buffers.get(key)) is None:
             exact = self.contract.stands
             buffers = receive_buffers(
                 signature, expected, device=self._device, tally=self._tally, dtype=self.dtype, exact=exact

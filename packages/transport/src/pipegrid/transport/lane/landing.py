@@ -55,8 +55,7 @@ class Landings:
 
     def post(self, mover: Mover, index: int, tally: Tally) -> Landing | None:
         """Post the receive beside the next header of lane ``index``."""
-        size = self.next_size()
-        if not size:
+        if not (size := self.next_size()):
             return None
         if size != self._posted:
             self._posted, self._free = size, deque()

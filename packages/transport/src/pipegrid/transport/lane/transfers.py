@@ -324,11 +324,10 @@ class HostWaits(LaneTransfers):
     def _see_ends(self, now: float) -> None:
         queue = self.queue.copy()
         limit = queue[0].limit if queue and queue[0].sending else None
-        if limit is not None and now - limit.since > _UNATTENDED_SECONDS:
-            # Only those that the backend has: another thread may be about to start the last ones.
-            posted = [transfer for transfer in queue if transfer.ticket is not None]
-            if posted:
-                self._wait_lock.watch(posted[-1])
+        unattended = limit is not None and now - limit.since > _UNATTENDED_SECONDS
+        # Only those that the backend has: another thread may be about to start the last ones.
+        if unattended and (posted := [transfer for transfer in queue if transfer.ticket is not None]):
+            self._wait_lock.watch(posted[-1])
 
 
 @final

@@ -50,8 +50,7 @@ class Slot:
     def take(self, form: ReceiveBuffers) -> Sequence[Tensor]:
         """Its memory for a message, for use on the current stream."""
         kind = form.signature.tensors
-        tensors = self._memory.get(kind)
-        if tensors is None:
+        if (tensors := self._memory.get(kind)) is None:
             if len(self._memory) >= _KINDS_KEPT:
                 del self._memory[next(iter(self._memory))]
             tensors = self._memory[kind] = form.take()

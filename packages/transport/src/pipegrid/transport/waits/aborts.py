@@ -65,8 +65,7 @@ class DeviceAborts:
 
     def require_not_aborted(self, group: Any) -> None:
         """Raise GroupAbortedError where works of ``group`` were aborted: the backend calls them done, without data."""
-        abort = self.of(group)
-        if abort is not None:
+        if (abort := self.of(group)) is not None:
             raise GroupAbortedError(f"its group was aborted on this rank: {abort.cause}")
 
     def start(self, calls: Mapping[Any, Callable[[], None]], cause: str) -> list[Abort]:

@@ -127,8 +127,6 @@ class Control:
     _runs: str = field(default="", init=False)  # what this rank last announced
     _passed: int | None = field(default=None, init=False)  # a step at which no rank looks any more
 
-    # Positions
-
     def publish(self, position: str, *, last: bool = False) -> None:
         """Publish this rank's place; ``last`` if it goes no further."""
         self.store.set(f"{'last' if last else 'position'}/{self.rank}", json.dumps([position, time.time()]))
@@ -157,8 +155,6 @@ class Control:
         half = len(ranks) // 2
         return self.read(what, ranks[:half]) | self.read(what, ranks[half:]) if half else {}
 
-    # Failures
-
     def record(self, text: str, *, disagreement: bool = False, rank: int | None = None) -> Failure:
         """Record a failure of this rank, or of ``rank``; the first one of the job, which another may have recorded."""
         mine = json.dumps([self.rank if rank is None else rank, text, disagreement])
@@ -167,8 +163,6 @@ class Control:
     def failure(self) -> Failure | None:
         """The job's first failure, if there is one."""
         return Failure(*json.loads(self.store.get("failure"))) if self.store.check(["failure"]) else None
-
-    # Agreement
 
     def announce(self, step: int, what: str) -> bool:
         """Publish what this rank runs as its ``step``-th step; whether the first rank to arrive runs the same.

@@ -78,11 +78,7 @@ class PipelineCommunicator(Protocol):
         """Start sending along ``edge`` (forward) or against it (backward)."""
 
     def irecv(
-        self,
-        *,
-        edge: Edge,
-        direction: Direction,
-        shapes: Sequence[Sequence[int]] | Sequence[int] | None = None,
+        self, *, edge: Edge, direction: Direction, shapes: Sequence[Sequence[int]] | Sequence[int] | None = None
     ) -> ReceiveHandle:
         """Start receiving the next message of that lane."""
 

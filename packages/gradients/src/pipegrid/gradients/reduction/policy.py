@@ -251,7 +251,9 @@ def gradient_policy(
     grids = as_communicator(communicator).job.dims
     count, living = replicas or (1, 1)
     counted = count * size_of(group_of(pg_collection, next(iter(names.values())), "cp")) if count > 1 else None
-    by_module = _replicas_of(graph, grids, counted)
+    by_module = {} if counted is None else dict.fromkeys(graph.order, counted)
+    if grids is not None:
+        by_module = {name: _size(grids[name], ("dp", "cp")) for name in graph.order}
     of_loss = max((by_module[name] for name in graph.sinks), default=None) if by_module else None
     divisor = "the tokens of the job" if per_token else of_loss
     reduced: dict[str, tuple[int, ...]] = {}
@@ -329,15 +331,6 @@ def _fault(
     if isinstance(model, torch.nn.parallel.DistributedDataParallel) and not alone:
         return f"{wrapper} decides in a forward whether the next backward reduces, which a pipeline's order defeats"
     return None if averaged else f"{wrapper} averages over them"
-
-
-def _replicas_of(
-    graph: ModuleGraph, grids: Mapping[str, Mapping[str, int]] | None, counted: int | None
-) -> dict[str, int]:
-    """The replicas (dp x cp) of each module by its grid; without grids those that the data counts, of one module."""
-    if grids is not None:
-        return {name: _size(grids[name], ("dp", "cp")) for name in graph.order}
-    return {} if counted is None else dict.fromkeys(graph.order, counted)
 
 
 def _size(sizes: Mapping[str, int], dims: tuple[str, ...]) -> int:

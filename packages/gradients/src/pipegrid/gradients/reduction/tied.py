@@ -154,7 +154,7 @@ def tie_parameters(
     if grids is not None and group is not None:
         raise GradientError(f"tied parameter {name!r} has grids and a group; give one of the two")
     if grids is not None:
-        tied = _over_grids(name, copies, stages, *_by_module(grids, graph), timeout)
+        tied = _over_grids(name, copies, stages, graph, grids, timeout)
     else:
         _require_copies(name, copies, [stage for stage in stages if stage in copies])
         tied = TiedParameters(name, stages, _distinct(copies), group)
@@ -193,27 +193,21 @@ def ties_among(
     return tuple(evolve(tie, group=made[specs[tie.name]] if tie.name in specs else None) for tie in ties)
 
 
-def _by_module(
-    grids: Mapping[str, HyperCommGrid] | HyperCommGrid, graph: ModuleGraph | int | None
-) -> tuple[ModuleGraph, Mapping[str, HyperCommGrid]]:
-    """The graph, and the grid of each of its modules."""
+def _over_grids(
+    name: str,
+    copies: Mapping[int, torch.nn.Parameter],
+    stages: tuple[int, ...],
+    graph: ModuleGraph | int | None,
+    grids: Mapping[str, HyperCommGrid] | HyperCommGrid,
+    timeout: timedelta | None,
+) -> TiedParameters:
+    """This rank's part of a sum over stages and replicas together."""
     if graph is None and isinstance(grids, HyperCommGrid):
         graph = grids.dim_size("pp") if "pp" in grids.dim_names else 1
     if graph is None:
         raise GradientError("grids of several modules are tied along their graph; pass graph=...")
     graph = chain(graph) if isinstance(graph, int) else graph
-    return graph, dict.fromkeys(graph.order, grids) if isinstance(grids, HyperCommGrid) else grids
-
-
-def _over_grids(
-    name: str,
-    copies: Mapping[int, torch.nn.Parameter],
-    stages: tuple[int, ...],
-    graph: ModuleGraph,
-    grids: Mapping[str, HyperCommGrid],
-    timeout: timedelta | None,
-) -> TiedParameters:
-    """This rank's part of a sum over stages and replicas together."""
+    grids = dict.fromkeys(graph.order, grids) if isinstance(grids, HyperCommGrid) else grids
     rank = dist.get_rank()
     found = tie_groups(name, stages, graph, grids)
     sharded = any(marks_of(copy).sharded for copy in copies.values())

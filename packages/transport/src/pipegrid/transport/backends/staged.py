@@ -122,13 +122,9 @@ class StagedMover(Mover):
                 host.copy_(tensor, non_blocking=True)
             used_here(tensors, stream)
             send = _StagedSend((True, staging, lane, epoch), mark(self._device, blocking=True))
-        if send.copied:
-            self._post_later(send)
-        else:
+        if not send.copied:
             send.post(self._inner)
-        return send
-
-    def _post_later(self, send: _StagedSend) -> None:
+            return send
         with self._changed:
             if self._aborted:
                 raise RuntimeError("the lane has ended")
@@ -137,6 +133,7 @@ class StagedMover(Mover):
             if self._thread is None:
                 self._thread = BackgroundThread(target=self._post_all, name="pipegrid-staged", daemon=True)
                 self._thread.start()
+        return send
 
     def _post_all(self) -> None:
         """Hand sends to gloo, in order, each when its copy is there."""

@@ -94,8 +94,6 @@ class Wire:
     _notice_buffer: bytearray = field(factory=lambda: bytearray(_NOTICE_BYTES))
     _watched: bool = False
 
-    # ---- Headers
-
     def send_header(self, data: bytes, index: int, kind: int = HEADER) -> list[Work]:
         """Start sending a header of lane ``index``; the works must be kept until it is read."""
         first = bytearray(len(data).to_bytes(_LENGTH_BYTES, "big") + data[:_FIRST_BYTES])

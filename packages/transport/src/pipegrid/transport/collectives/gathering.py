@@ -19,10 +19,7 @@ def gather_flat(out: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup |
 
 
 def gather_text(
-    text: str,
-    group: dist.ProcessGroup,
-    device: torch.device,
-    wait: Callable[[dist.Work | None, torch.Tensor], object],
+    text: str, group: dist.ProcessGroup, device: torch.device, wait: Callable[[dist.Work | None, torch.Tensor], object]
 ) -> dict[int, str]:
     """The text of each rank of ``group``, by rank of the world, in the order of the group; all of its ranks call this.
 

@@ -57,7 +57,7 @@ class LaneTransfers(ABC):
         self._patience = timedelta(seconds=end.config.deadline + BACKSTOP_SECONDS)
         self.ending = LaneEnding(end, outgoing=outgoing, queue=self.queue, wait_lock=self._wait_lock)
 
-    # ---- What handles ask: see `Waiter`
+    # ---- What handles ask: see `Transfer`
 
     @abstractmethod
     def wait_for(self, transfer: Transfer, timeout: float | None) -> None:

@@ -60,9 +60,6 @@ class Signature:
         return marks if any(marks) else (True,) * len(marks)
 
 
-# ---- Headers
-
-
 def encode(*, sequence: int, standing: bool, signature: Signature) -> bytes:
     """The header of message ``sequence`` of a lane, as bytes; ``standing``: it holds for all later messages."""
     tensors = [(spec.dtype, spec.shape, spec.requires_grad) for spec in signature.tensors]
@@ -78,9 +75,6 @@ def decode(data: bytes) -> tuple[int, bool, Signature]:
 def _as_tuples(value: Any) -> Any:
     """A value as it was written in JSON, which has tuples as lists."""
     return tuple(map(_as_tuples, value)) if isinstance(value, list) else value
-
-
-# ---- What both ends of a lane know of the messages to come
 
 
 @define(eq=False)

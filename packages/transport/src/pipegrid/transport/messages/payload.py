@@ -31,9 +31,6 @@ _DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
 _SMALL_BYTES = 64 * 1024  # up to here, allocating a buffer costs more than moving the message
 
 
-# ---- Structure
-
-
 def flatten(payload: Any) -> tuple[list[Tensor], Tree]:
     """The tensors of ``payload`` in order, and the tree of their places.
 
@@ -62,9 +59,6 @@ def signature_of(tensors: Sequence[Tensor], tree: Tree, note: str = "") -> Signa
 def dtype_of(spec: TensorSpec) -> torch.dtype:
     """The dtype of a tensor spec."""
     return _DTYPES[spec.dtype]
-
-
-# ---- Sending
 
 
 def check_sendable(tensor: Tensor, *, device: torch.device, dtype: torch.dtype | None, lane: object) -> None:
@@ -118,9 +112,6 @@ def _as_wire(tensor: Tensor) -> Tensor:
         return tensor
     # One element may have any stride, which a reshape keeps and a view as bytes refuses.
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
-
-
-# ---- Receiving
 
 
 def is_single_shape(x: Any) -> bool:

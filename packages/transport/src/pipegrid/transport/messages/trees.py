@@ -19,9 +19,6 @@ _KINDS: dict[type, str] = {list: "list", tuple: "tuple", dict: "dict"}
 _DEEPEST = 100  # levels; a tree that contains itself has no end
 
 
-# ---- Values
-
-
 def mapped(function: Callable[[Any], Any], value: Any) -> Any:
     """``value`` with ``function`` of each part that is no container."""
     if isinstance(value, dict):
@@ -53,9 +50,6 @@ def parts_of(value: Any) -> list[Any]:
     if isinstance(value, (list, tuple)):
         return [part for item in value for part in parts_of(item)]
     return [value]
-
-
-# ---- Values apart from their structure
 
 
 def flatten(value: Any, *, exact: bool = True) -> tuple[list[Any], Tree]:

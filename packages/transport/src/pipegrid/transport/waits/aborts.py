@@ -40,11 +40,6 @@ class Abort:
         if self.ended.is_set():
             self.kept.clear()
 
-    def end(self) -> None:
-        """The abort has returned."""
-        self.ended.set()
-        self.kept.clear()
-
 
 @define(eq=False)
 class DeviceAborts:
@@ -86,7 +81,8 @@ class DeviceAborts:
         finally:
             with self._lock:
                 self._draining -= 1
-            abort.end()
+            abort.ended.set()
+            abort.kept.clear()
 
 
 device_aborts = DeviceAborts()

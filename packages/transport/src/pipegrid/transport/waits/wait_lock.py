@@ -52,7 +52,10 @@ class WaitLock:
                 finally:
                     self._release()
             else:
-                self._follow(transfer, left(transfer), posted=posted)
+                seconds = left(transfer)
+                with self._following():
+                    if self.leader.locked() and _is_open(transfer, posted=posted):
+                        self._changed.wait(seconds)
 
     @contextmanager
     def lead(self) -> Iterator[None]:
@@ -83,11 +86,6 @@ class WaitLock:
             finally:
                 self._followers -= 1
                 self.contended = self._followers > 0 or self._watched >= 0
-
-    def _follow(self, transfer: Transfer, seconds: float, *, posted: bool) -> None:
-        with self._following():
-            if self.leader.locked() and _is_open(transfer, posted=posted):
-                self._changed.wait(seconds)
 
     def wake(self) -> None:
         """Wake the followers: the leader has left."""

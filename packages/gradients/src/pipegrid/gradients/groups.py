@@ -17,8 +17,7 @@ from pipegrid.transport.control.opening import resolve_device
 def collection_of(collections: Any, name: str) -> Any:
     """The process groups of module ``name``: one collection serves all modules, or there is one per module.
 
-    Raises:
-        GradientError: there are several, but none for this module; or ``collections`` is not a collection.
+    Raises GradientError where there is none for this module, or ``collections`` is not a collection.
 
     Examples:
         >>> from pipegrid.topology import ProcessGroupCollection

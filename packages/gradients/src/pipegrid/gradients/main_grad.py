@@ -172,9 +172,6 @@ def replace_accumulated(parameter: torch.nn.Parameter, gradient: torch.Tensor | 
         parameter.grad = gradient
 
 
-_NO_MAIN_GRAD = object()
-
-
 def keeps_main_grad(parameter: torch.nn.Parameter) -> bool:
     """Whether the parameter's gradients are summed in ``main_grad``."""
     return hasattr(parameter, "main_grad")
@@ -187,8 +184,8 @@ def has_foreign_buffer(parameter: torch.nn.Parameter) -> bool:
 
 def accumulated(parameter: torch.nn.Parameter) -> torch.Tensor | None:
     """The sum that the backwards have left: ``main_grad`` where the parameter keeps one, else ``grad``."""
-    found: Any = getattr(parameter, "main_grad", _NO_MAIN_GRAD)
-    if found is _NO_MAIN_GRAD:
+    found: Any = getattr(parameter, "main_grad", ...)
+    if found is ...:
         return parameter.grad
     return found if isinstance(found, torch.Tensor) else None
 

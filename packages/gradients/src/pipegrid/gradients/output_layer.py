@@ -149,10 +149,8 @@ def _reduce_scatter(x: torch.Tensor, group: dist.ProcessGroup | None) -> torch.T
 def clear_embedding_activation_buffer(config: Any, model: Any, is_last_stage: bool) -> Any:
     """Clear the buffers before a step: an aborted one may have left entries.
 
-    ``model`` is this rank's stage, or its chunks, with the output layer in the last.
-
-    Returns:
-        The module with the buffers, for `finish_embedding_wgrad_compute`; None without deferral.
+    ``model`` is this rank's stage, or its chunks, with the output layer in the last. Returns the module with the
+    buffers, for `finish_embedding_wgrad_compute`; None without deferral.
 
     Raises:
         GradientError: deferral is set, and neither the model nor a module it wraps has the buffers.
@@ -165,8 +163,7 @@ def clear_embedding_activation_buffer(config: Any, model: Any, is_last_stage: bo
     """
     if not is_last_stage or not getattr(config, "defer_embedding_wgrad_compute", False):
         return None
-    chunk = model[-1] if isinstance(model, (list, tuple)) and model else model
-    inner = chunk
+    inner = chunk = model[-1] if isinstance(model, (list, tuple)) and model else model
     while inner is not None and not _has_buffers(inner):
         inner = getattr(inner, "module", None)
     if inner is None:
@@ -180,14 +177,14 @@ def clear_embedding_activation_buffer(config: Any, model: Any, is_last_stage: bo
 def finish_embedding_wgrad_compute(config: Any, embedding_module: Any, is_last_stage: bool, tp_group: Any) -> None:
     """Compute the deferred weight gradients of the output layer, oldest first, and empty the buffers.
 
-    Added to the weight's ``main_grad`` if it has one, else to ``grad``: with all microbatches deferred, the same
-    sum in the same order as without deferral. Under sequence parallelism, the gather of the next microbatch's input
-    overlaps this one's product. No effect with empty buffers.
+    Added to the weight's ``main_grad`` if it has one, else to ``grad``: with all microbatches deferred, the same sum in
+    the same order as without deferral. Under sequence parallelism, the gather of the next microbatch's input overlaps
+    this one's product. No effect with empty buffers.
 
     Args:
         config: ``defer_embedding_wgrad_compute``, ``sequence_parallel``.
-        embedding_module: result of `clear_embedding_activation_buffer`. Its weight is ``output_layer.weight``, or
-            without one the result of ``shared_embedding_or_output_weight()``.
+        embedding_module: result of `clear_embedding_activation_buffer`. Its weight is ``output_layer.weight``, or without
+            one the result of ``shared_embedding_or_output_weight()``.
         is_last_stage: whether this rank has the output layer.
         tp_group: None is one rank.
 
@@ -204,10 +201,8 @@ def finish_embedding_wgrad_compute(config: Any, embedding_module: Any, is_last_s
         return
     inputs, gradients = embedding_module.embedding_activation_buffer, embedding_module.grad_output_buffer
     if len(inputs) != len(gradients):
-        raise GradientError(
-            f"{type(embedding_module).__name__} has {len(inputs)} inputs of its output layer in {_BUFFERS[0]} and "
-            f"{len(gradients)} gradients in {_BUFFERS[1]}; each input needs its gradient"
-        )
+        found = f"{len(inputs)} inputs in {_BUFFERS[0]} and {len(gradients)} gradients in {_BUFFERS[1]}"
+        raise GradientError(f"{type(embedding_module).__name__} has {found}; each input needs its gradient")
     if not inputs:
         return
     weight = _weight_of(embedding_module)

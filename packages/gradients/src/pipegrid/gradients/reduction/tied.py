@@ -146,9 +146,8 @@ def tie_parameters(
     """
     stages = tuple(sorted(checked(stages, tuple[Index, ...], "stages", GradientError)))
     if len(set(stages)) != len(stages) or len(stages) < 2:
-        raise GradientError(
-            f"tied parameter {name!r} has the stages {list(stages)}; name two or more stages, each once"
-        )
+        what = f"tied parameter {name!r} has the stages {list(stages)}"
+        raise GradientError(f"{what}; name two or more stages, each once")
     if grids is None and group is None and copies:
         raise GradientError(f"tied parameter {name!r} has copies here, and neither grids nor a group to sum them over")
     if grids is not None and group is not None:
@@ -312,9 +311,8 @@ def required_ties(
     for tie in ties:
         held = sorted(set(tie.stages) & set(stages))
         if held and not any(id(copy) in parameters for copy in tie.copies):
-            raise GradientError(
-                f"tied parameter {tie.name!r} is on stage {held[0]}, whose model trains none of its copies"
-            )
+            where = f"tied parameter {tie.name!r} is on stage {held[0]}"
+            raise GradientError(f"{where}, whose model trains none of its copies")
     names = {tie.name for tie in ties}
     if getattr(config, "finalize_model_grads_func", None) is None:
         _require_declared_ties(models, names)

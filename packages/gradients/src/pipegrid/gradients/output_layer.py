@@ -183,8 +183,8 @@ def finish_embedding_wgrad_compute(config: Any, embedding_module: Any, is_last_s
 
     Args:
         config: ``defer_embedding_wgrad_compute``, ``sequence_parallel``.
-        embedding_module: result of `clear_embedding_activation_buffer`. Its weight is ``output_layer.weight``, or without
-            one the result of ``shared_embedding_or_output_weight()``.
+        embedding_module: result of `clear_embedding_activation_buffer`. Its weight is ``output_layer.weight``, or
+            without one the result of ``shared_embedding_or_output_weight()``.
         is_last_stage: whether this rank has the output layer.
         tp_group: None is one rank.
 
@@ -201,8 +201,9 @@ def finish_embedding_wgrad_compute(config: Any, embedding_module: Any, is_last_s
         return
     inputs, gradients = embedding_module.embedding_activation_buffer, embedding_module.grad_output_buffer
     if len(inputs) != len(gradients):
-        found = f"{len(inputs)} inputs in {_BUFFERS[0]} and {len(gradients)} gradients in {_BUFFERS[1]}"
-        raise GradientError(f"{type(embedding_module).__name__} has {found}; each input needs its gradient")
+        found = f"{len(inputs)} inputs of its output layer in {_BUFFERS[0]} and {len(gradients)} gradients in"
+        name = type(embedding_module).__name__
+        raise GradientError(f"{name} has {found} {_BUFFERS[1]}; each input needs its gradient")
     if not inputs:
         return
     weight = _weight_of(embedding_module)

@@ -85,8 +85,7 @@ class Waiting:
         if not isinstance(work, SmallAllGather):
             return long_waits().absent(self.what, ranks)
         absent = [ranks[index] for index in work.missing()]
-        has = f"{listed(absent)} {'has' if len(absent) == 1 else 'have'}"
-        return long_waits().absent(self.what, absent) or f"{has} not joined it"
+        return long_waits().absent(self.what, absent) or _lacking(absent)
 
     def _finish(self, work: Work, group: dist.ProcessGroup | None, *, on_device: bool, host: bool) -> NotDone | None:
         if (earlier := device_collectives.failed()) is not None:
@@ -96,8 +95,7 @@ class Waiting:
             if self.monitor is not None:
                 return self.monitor.finish(work, group, self.what, on_device=on_device, host=host)
             return finish(work, group, on_device=on_device, host=host)
-        began = time.monotonic()
-        said = False
+        began, said = time.monotonic(), False
 
         def look() -> None:
             nonlocal said
@@ -142,12 +140,8 @@ class LongWaits:
             other = said.get(rank, "")
             if rank != self.rank and said and other != what:
                 apart.setdefault(other, []).append(rank)
-        texts = [
-            f"{listed(those)} {'has' if len(those) == 1 else 'have'} not joined it"
-            + (f", and {'waits' if len(those) == 1 else 'wait'} for {other}" if other else "")
-            for other, those in apart.items()
-        ]
-        return "; ".join(texts)
+        waits = {other: f", and {'waits' if len(those) == 1 else 'wait'} for {other}" for other, those in apart.items()}
+        return "; ".join(_lacking(those) + (waits[other] if other else "") for other, those in apart.items())
 
     def _ask(self, function: Callable[..., _T], *arguments: Any) -> _T | None:
         if time.monotonic() < self._silent_until:
@@ -185,6 +179,10 @@ def long_waits() -> LongWaits:
 def texts_of_ranks(text: str, group: dist.ProcessGroup, device: torch.device, waiting: Waiting) -> dict[int, str]:
     """The ``text`` of each rank of ``group``, by rank of the world; the host waits for it."""
     return gather_text(text, group, device, lambda work, every: waiting.wait(work, every, group, host=True))
+
+
+def _lacking(ranks: Sequence[int]) -> str:
+    return f"{listed(ranks)} {'has' if len(ranks) == 1 else 'have'} not joined it"
 
 
 def _ranks(group: dist.ProcessGroup | None) -> list[int]:

@@ -195,8 +195,6 @@ class Monitor:
         # Also at the interpreter's exit, which a thread inside a store's call would not survive.
         self._finalizer = weakref.finalize(self, _end, self._stop, self._threads, self._calls)
 
-    # For the runtime
-
     def begin(self, plan: _Plan, *, where: Callable[[], str], abort: Callable[[str], object]) -> None:
         """Start a step of ``plan``. Waits for all ranks, and the store, if this rank has not run the plan before.
 
@@ -337,12 +335,9 @@ class Monitor:
         """Wait for a collective beside the plan (a reduction, a norm) as for an action: under the deadline.
 
         On CUDA only the current stream waits for it, and the device's progress is watched; a collective that fails
-        there later is the job's failure as soon as the thread sees it.
-
-        Args:
-            work: of a collective that was started with ``async_op=True``.
-            what: for errors, such as ``"all-reduce of gradients"``.
-            on_device: whether its tensors are on a device with streams; None: if this monitor has such a device.
+        there later is the job's failure as soon as the thread sees it. ``work`` was started with ``async_op=True``;
+        ``what`` is for errors; ``on_device``: whether tensors are on a device with streams, None: as that of this
+        monitor.
 
         Raises:
             JobFailedError: another rank failed first, or the deadline passed.
@@ -369,10 +364,7 @@ class Monitor:
 
         Where its tensors are on a device with streams, the host waits as well if ``host``, or if nothing watches the
         device's progress: meanwhile it calls ``look`` several times a second. Past the deadline (``deadline``, of a
-        monitor without one) ``absent`` names the ranks that have not joined, in words.
-
-        Raises:
-            JobFailedError: another rank failed first, or the deadline passed.
+        monitor without one) ``absent`` names the ranks that have not joined. Raises JobFailedError as `wait`.
         """
         watched, began, backstop = self._watched, time.monotonic(), 0.0
         deadline = self.deadline or deadline
@@ -391,14 +383,9 @@ class Monitor:
             watched.late, backstop = late, BACKSTOP_SECONDS  # its own end closes connections before the cause is known
 
         try:
-            failed = finish(
-                work,
-                group,
-                on_device=on_device,
-                host=host or self.progress is None,
-                end=None if deadline is None else began + deadline + backstop,
-                given_up=given_up,
-            )
+            end = None if deadline is None else began + deadline + backstop
+            host = host or self.progress is None
+            failed = finish(work, group, on_device=on_device, host=host, end=end, given_up=given_up)
         finally:
             if watched is not None:
                 watched.late = None
@@ -419,8 +406,6 @@ class Monitor:
     def close(self) -> None:
         """End the threads. Idempotent."""
         self._finalizer()
-
-    # The thread
 
     def look(self, now: float, *, ask: bool = True) -> None:
         """One look: note this rank's place and its deadline; where ``ask``, publish it and look for failures."""

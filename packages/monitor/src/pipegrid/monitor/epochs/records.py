@@ -126,7 +126,7 @@ class DoneCount:
 def alarm_of(text: str) -> Alarm:
     """Read an alarm."""
     lost, why, asking = json.loads(text)
-    return Alarm({int(rank): str(reason) for rank, reason in lost}, why, dict(asking))
+    return Alarm(dict(lost), why, dict(asking))
 
 
 def verdict_to_text(outcome: Verdict | Failure) -> str:

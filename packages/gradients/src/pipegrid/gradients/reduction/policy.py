@@ -275,7 +275,13 @@ def gradient_policy(
                 )
             continue
         whole, alone = grids is not None and _size(grids[name], ("tp",)) == 1, graph.num_stages == 1
-        _require_finished(model, name, by_hand=by_hand, own=own, divisor=divisor, whole=whole, alone=alone)
+        fault = _fault(model, by_hand=by_hand, own=own, divisor=divisor, whole=whole, alone=alone)
+        if fault is not None:
+            raise GradientError(
+                f"gradients of module {name!r} must be summed over its replicas (dp x cp: {own or 'unknown'}) and "
+                f"divided by {divisor or 'those of the loss'}, but {fault}; pass the bare module and pg_collection, or "
+                "set finalize_model_grads_func"
+            )
     ways = {(names[stage], hasattr(model, "no_sync")) for stage, model in models.items()}
     if not by_hand and len(ways) > len(set(names.values())):  # chunks may share a parameter, which is finished once
         raise GradientError("some chunks of a module reduce by themselves (no_sync), and others do not; wrap all")
@@ -286,18 +292,6 @@ def gradient_policy(
     elif of_loss is not None and not by_hand and not per_token:
         loss_factors = {stage: of_loss / by_module[name] for stage, name in names.items()}
     return GradientPolicy(per_token, weighted, reduced, of_loss, loss_factors, by_hand, names)
-
-
-def _require_finished(
-    model: torch.nn.Module, name: str, *, own: int | None, divisor: int | str | None, **known: bool
-) -> None:
-    """Raise where gradients that `reduce_gradients` does not finish are not the sum; ``known``: as of `_fault`."""
-    if (fault := _fault(model, own=own, divisor=divisor, **known)) is not None:
-        raise GradientError(
-            f"gradients of module {name!r} must be summed over its replicas (dp x cp: {own or 'unknown'}) and "
-            f"divided by {divisor or 'those of the loss'}, but {fault}; pass the bare module and pg_collection, or "
-            "set finalize_model_grads_func"
-        )
 
 
 def _require_bare(model: torch.nn.Module, name: str, *, differ: bool, reduces: bool) -> None:

@@ -94,20 +94,15 @@ class Communicator:
         """Grows where the ranks of a job rebuild their communicators: the failure of an earlier one is then over."""
         return 0
 
-    # ---- Messages
-
     def port(self, edge: Edge, direction: Direction) -> Port:
         """This rank's end of ``edge`` (forward) or of the way against it; P2PUsageError where there is none."""
         raise P2PUsageError(f"{type(self).__name__} has no port for edge {edge} {direction.name.lower()}")
 
     def open_across(self, *, sends: Iterable[Crossing], receives: Iterable[Crossing]) -> None:
-        """Called before the ports to other replicas are asked for, with all of them; may communicate with these ranks.
+        """Called with the crossings along which this rank ``sends`` and ``receives``, before their ports are asked for.
 
-        The ranks of all replicas are called for one plan after the other, in one order.
-
-        Args:
-            sends: the edges, in a direction, along which this rank sends to a replica.
-            receives: those along which it receives from one.
+        May communicate with these ranks; the ranks of all replicas are called for one plan after the other, in one
+        order.
         """
 
     def port_across(self, edge: Edge, direction: Direction, replica: int) -> Port:
@@ -145,8 +140,6 @@ class Communicator:
         """Whether a batch is more than its messages one by one: where a subclass has `batch`. Not entered otherwise."""
         return type(self).batch is not Communicator.batch
 
-    # ---- A step
-
     def in_order(self) -> AbstractContextManager[None]:
         """Entered around a step, where `batches`: transfers start in the order of calls inside."""
         return nullcontext()
@@ -174,8 +167,6 @@ class Communicator:
     def describe(self) -> Mapping[str, Any]:
         """The state of each lane, by its name, for the record of a failure."""
         return {}
-
-    # ---- The end
 
     def abort(self, reason: str) -> None:
         """End all transfers at once, here and at the other ends, with an error that says ``reason``."""

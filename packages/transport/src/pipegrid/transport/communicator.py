@@ -85,13 +85,9 @@ class LaneCommunicator(Communicator):
         return self.across
 
     def open_across(self, *, sends: Iterable[Crossing], receives: Iterable[Crossing]) -> None:
-        """Open the lanes to other replicas along which a plan sends and receives, unless they are open.
+        """Open the lanes to other replicas along which a plan sends and receives; their other ends call it as well.
 
-        The rank at the other end of each calls it as well, for the same plan; all ranks for one plan after the other.
-
-        Raises:
-            P2PUsageError: the communicator was made without ``replicas``, or there is no such edge or replica.
-            P2PError: as of `open_lanes`.
+        Raises P2PUsageError without ``replicas``, or for no such edge or replica; P2PError as of `open_lanes`.
         """
         self._to_others.open(sends=sends, receives=receives)
 
@@ -104,8 +100,6 @@ class LaneCommunicator(Communicator):
         own = self.neighbours(edges)
         ranks = set() if own is None else {one.peer for one in own}
         return self.lanes.neighbours(ranks | self._to_others.peers(across))
-
-    # ---- The end
 
     def describe(self) -> Mapping[str, Any]:
         """`Lane.describe` of each lane."""

@@ -122,16 +122,14 @@ class DryMover(Mover):
 
 
 class GlooMover(Mover):
-    """Sends and receives of a gloo backend, which has ``send`` and ``recv``.
-
-    ``peers``: per lane of this rank, by index, the rank at its other end, as rank in the group; ``lanes``: how many use
-    it, on all ranks.
-    """
+    """Sends and receives of a gloo backend, which has ``send`` and ``recv``."""
 
     streams = False
 
     def __init__(self, backend: Any, peers: Mapping[int, int], lanes: int) -> None:
-        self._send, self._recv, self._peers, self._lanes = backend.send, backend.recv, peers, lanes
+        self._send, self._recv = backend.send, backend.recv
+        self._peers = peers  # per lane of this rank, by index, the rank at its other end, as rank in the group
+        self._lanes = lanes  # how many use it, on all ranks
         self._started = Counter[tuple[bool, int]]()  # sends to each peer, and receives
 
     def start(self, operations: Sequence[Operation]) -> Sequence[GlooTicket]:

@@ -70,15 +70,11 @@ def connect_members(group: Any, device: torch.device, kind: BackendKind, seconds
 
 
 class NcclTicket:
-    """The messages of a batch, which share its work; it keeps their ``group``.
+    """The messages of a batch, which share its ``works``; it keeps their ``group`` (None: the default one).
 
-    Works of a group that was aborted raise its cause, whatever the backend says of them.
-
-    Args:
-        works: of the backend.
-        group: that they are of; None is the default one.
-        kind: of the backend; None is one whose works say after a wait whether they failed, and keep no tensors.
-        aside: the stream under which works are waited for only to have them drop their tensors; None is the current.
+    Works of a group that was aborted raise its cause, whatever the backend says of them. ``kind`` None: works say after
+    a wait whether they failed, and keep no tensors. ``aside``: the stream under which works are waited for only to have
+    them drop their tensors; None is the current.
     """
 
     __slots__ = ("_aside", "_group", "_keeps", "_raises", "_works")

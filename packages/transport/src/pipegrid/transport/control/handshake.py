@@ -102,9 +102,8 @@ class Handshake:
 
     def differs(self) -> bool:
         """Whether the peer has said that it runs another step, and nobody has heard it yet. From any thread."""
-        if self.heard is not None or not self.said or self.lane.ending.error is not None:
-            return False
-        return self.difference() is not None
+        unheard = self.heard is None and bool(self.said) and self.lane.ending.error is None
+        return unheard and self.difference() is not None
 
     def _both_new(self, what: str) -> bool:
         """Whether ``what``, perhaps the beginning of a text, differs from this rank's by the batch, new to both."""

@@ -57,9 +57,8 @@ class Submitter:
 
     strict: bool  # each batch is waited for
     shares: bool = False  # some of the lanes share a communicator
-    in_order: bool = (
-        False  # start transfers in the order of calls, even where that means to wait for a receive's header
-    )
+    # Start transfers in the order of calls, even where that means to wait for a receive's header.
+    in_order: bool = False
     patience: float = 0.0  # seconds of a transfer for which no caller says how many, where that is above the deadline
     pending: dict[int, list[Transfer]] = field(factory=dict, init=False)  # of each thread that is inside a batch
     calls: dict[int, list[Callable[[], None]]] = field(factory=dict, init=False)  # likewise: of `when_started`
@@ -168,10 +167,10 @@ class Submitter:
     def start(self, transfers: Sequence[Transfer]) -> None:
         """Hand numbered transfers to their movers, those of one communicator as one batch. Under the lock.
 
-        Communicators start in the order of the transfers, which is the plan's: `verify(batches="in_order")` proves that
-        order. On a lane's own communicator only neighbours in it are combined, so that none starts before its turn; on
-        a shared one all are one call, in the order of lanes, which all sides know. A batch has one stream: that of one
-        lane's sends or receives, or on a shared communicator the caller's.
+        Communicators start in the order of the transfers, the plan's: `verify(batches="in_order")` proves that order.
+        On a lane's own communicator only neighbours in it are combined, so that none starts before its turn; on a
+        shared one all are one call, in the order of lanes. A batch has one stream: of one lane's sends or receives, or
+        shared, the caller's.
         """
         batches: list[list[tuple[Any, Transfer]]] = []
         by_connection: dict[int, list[tuple[Any, Transfer]]] = {}

@@ -67,11 +67,9 @@ class LaneEnding:
             self.set_end(transfer, _FAILED, self.error)
 
     def _cause_of(self, error: RuntimeError, transfer: Transfer | None) -> P2PError:
-        notice = None if self._wire is None else self._wire.end_notice()
-        if notice is not None:
-            kind, text = notice
-            told = P2PMismatchError if kind == "mismatch" else P2PPeerError
-            return told(relayed(text, f"rank {self.peer} ended lane {self.spec}"))
+        if self._wire is not None and (notice := self._wire.end_notice()) is not None:
+            told = P2PMismatchError if notice[0] == "mismatch" else P2PPeerError
+            return told(relayed(notice[1], f"rank {self.peer} ended lane {self.spec}"))
         if transfer is not None and time.monotonic() >= transfer.due:
             return self._timed_out(transfer)
         what = "" if transfer is None else f" while {_verb(transfer)} message {transfer.sequence} of lane {self.spec}"
@@ -85,14 +83,9 @@ class LaneEnding:
         self.fail(self._timed_out(transfer), kind="timeout")
 
     def _timed_out(self, transfer: Transfer) -> P2PTimeoutError:
-        return P2PTimeoutError(
-            rank=self.rank,
-            peer=self.peer,
-            lane=str(self.spec),
-            sequence=transfer.sequence,
-            seconds=math.inf if transfer.limit is None else transfer.limit.seconds,
-            what=_verb(transfer),
-        )
+        seconds, lane = math.inf if transfer.limit is None else transfer.limit.seconds, str(self.spec)
+        number, what = transfer.sequence, _verb(transfer)
+        return P2PTimeoutError(rank=self.rank, peer=self.peer, lane=lane, sequence=number, seconds=seconds, what=what)
 
     def not_started(self, transfer: Transfer, error: RuntimeError) -> NoReturn:
         """Raise the cause where the backend did not take a transfer; the lane ends with it."""
@@ -118,7 +111,7 @@ class LaneEnding:
         for transfer in self.queue.copy():
             self.set_end(transfer, _FAILED, error)
         self.queue.clear()
-        self._outgoing.finish()
+        self._outgoing.header_works.clear()
 
     # ---- The end of a transfer
 

@@ -153,10 +153,6 @@ class Outgoing:
         if self._one_by_one:
             step.plain = self.plain = plain_message(self.contract.standing, self.dtype, self._device)
 
-    def finish(self) -> None:
-        """Drop what the backend has: the lane has ended."""
-        self.header_works.clear()
-
 
 class Incoming:
     """Headers, shapes and buffers of a lane's messages, at its destination."""

@@ -113,8 +113,7 @@ class Transfer:
     def wait(self, timeout: float | None = None) -> None:
         """Return when the transfer is done (on CUDA: when the current stream is ordered after it).
 
-        May be called any number of times, from any thread. ``timeout``: seconds, above 0 and at most a year; None is
-        the lane's deadline.
+        Repeatable, from any thread. ``timeout``: seconds, above 0 and at most a year; None is the lane's deadline.
 
         Raises:
             P2PTimeoutError: not done by then. The lane is dead afterwards.

@@ -29,14 +29,9 @@ class Slot:
     _reserved: bool = field(default=False, init=False)
 
     @property
-    def tensors(self) -> list[Tensor]:
-        """Its memory."""
-        return [tensor for tensors in self._memory.values() for tensor in tensors]
-
-    @property
     def nbytes(self) -> int:
         """Bytes of its memory."""
-        return sum(tensor.nbytes for tensor in self.tensors)
+        return sum(tensor.nbytes for tensors in self._memory.values() for tensor in tensors)
 
     def reserve(self) -> None:
         """Have it for one message, until that is released; a P2PUsageError where another message has it."""

@@ -19,28 +19,15 @@ _KINDS: dict[type, str] = {list: "list", tuple: "tuple", dict: "dict"}
 _DEEPEST = 100  # levels; a tree that contains itself has no end
 
 
-def mapped(function: Callable[[Any], Any], value: Any) -> Any:
-    """``value`` with ``function`` of each part that is no container."""
-    if isinstance(value, dict):
-        return {key: mapped(function, part) for key, part in value.items()}
-    if isinstance(value, (list, tuple)):
-        return _like(value, [mapped(function, part) for part in value])
-    return function(value)
-
-
-def mapped_together(function: Callable[..., Any], *values: Any) -> Any:
+def mapped(function: Callable[..., Any], *values: Any) -> Any:
     """A tree like these, which have equal containers, with ``function`` of the parts at one place in all of them."""
     first = values[0]
     if isinstance(first, dict):
-        return {key: mapped_together(function, *[value[key] for value in values]) for key in first}
+        return {key: mapped(function, *[value[key] for value in values]) for key in first}
     if isinstance(first, (list, tuple)):
-        return _like(first, [mapped_together(function, *parts) for parts in zip(*values, strict=True)])
+        parts = [mapped(function, *parts) for parts in zip(*values, strict=True)]
+        return type(first)(*parts) if hasattr(first, "_fields") else type(first)(parts)  # a named tuple takes fields
     return function(*values)
-
-
-def _like(value: Any, parts: list[Any]) -> Any:
-    # A named tuple takes its fields one by one.
-    return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
 
 
 def parts_of(value: Any) -> list[Any]:

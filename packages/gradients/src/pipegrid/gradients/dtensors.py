@@ -38,15 +38,8 @@ def sharded_like(parameter: Any, shard: torch.Tensor) -> torch.Tensor:
         return shard
     from torch.distributed.tensor import DTensor
 
-    whole: torch.Tensor = DTensor.from_local(
-        shard,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
-    return whole
+    form = {"shape": parameter.shape, "stride": parameter.stride()}
+    return DTensor.from_local(shard, parameter.device_mesh, parameter.placements, run_check=False, **form)
 
 
 def replicating_groups(parameter: Any) -> list[dist.ProcessGroup]:

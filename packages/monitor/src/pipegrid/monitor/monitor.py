@@ -103,8 +103,8 @@ class _Watched:
     deadline: float | None
     running: bool = True
     beside: str = _BETWEEN
+    # Of a wait beside the plan that the thread ends: at a time of `time.monotonic`, the error if it is late then.
     late: Callable[[float], str | None] | None = None
-    """Of a wait beside the plan that the thread ends: at a time of `time.monotonic`, the error if it is late then."""
     place: str = ""
     published: str = ""
     published_at: float = 0.0

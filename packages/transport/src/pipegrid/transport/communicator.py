@@ -72,8 +72,6 @@ class LaneCommunicator(Communicator):
         """Give transfers for which no wait says how many at least ``seconds`` inside the block."""
         return self.lanes.patient(seconds)
 
-    # ---- To other replicas
-
     @property
     def _to_others(self) -> ReplicaTraffic:
         if self.across is None:
@@ -247,8 +245,6 @@ class P2PCommunicator(NeighbourVerbs, LaneCommunicator):
     def virtual_pipeline_model_parallel_size(self) -> int | None:
         """Chunks per rank, as configured."""
         return self.config.virtual_pipeline_model_parallel_size
-
-    # ---- The asynchronous form
 
     def lane(self, edge: Edge, direction: Direction) -> Lane:
         """The lane of an edge in a direction; P2PUsageError where it is none of this rank, or was not opened."""

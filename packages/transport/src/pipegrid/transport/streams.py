@@ -14,8 +14,7 @@ from torch import Tensor
 
 cuda: Any = torch.cuda
 _AS_IT_IS: AbstractContextManager[None] = nullcontext()
-types = frozenset({"cuda"})
-"""The types of device that have streams."""
+types = frozenset({"cuda"})  # of device that have streams
 
 
 def has_streams(device: torch.device) -> bool:

@@ -41,8 +41,7 @@ class Bucket:
     values: torch.Tensor | None = None  # the gradients, flat; None where nothing is summed
     flags: torch.Tensor | None = None
     started: bool = field(init=False)
-    missing: int = field(init=False)
-    """Parameters whose gradients are not whole."""
+    missing: int = field(init=False)  # parameters whose gradients are not whole
     wait: Callable[[Waiting], None] | None = field(init=False)
     _summed_over: tuple[dist.ProcessGroup | None, dist.ProcessGroup | None] = field(init=False)
     _sums: list[torch.Tensor] = field(factory=list, init=False)  # what is summed: ``values`` and ``flags``

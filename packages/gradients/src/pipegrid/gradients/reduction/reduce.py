@@ -98,8 +98,7 @@ class GradientReduction:
     buckets: tuple[Bucket, ...]
     loss_lanes: int | None
     job_group: dist.ProcessGroup | None
-    parameters: tuple[torch.nn.Parameter, ...] = field(init=False)
-    """What is reduced."""
+    parameters: tuple[torch.nn.Parameter, ...] = field(init=False)  # what is reduced
     _bucket_of: dict[int, Bucket] = field(init=False)
     _left: dict[int, Bucket] = field(init=False)  # of the parameters whose gradients are not whole
 

@@ -35,8 +35,7 @@ from pipegrid.transport.collectives.starting import start
 COMPARED_EVERY: Final = 100
 """Sums of a tied gradient from one comparison of its copies to the next; the first is with the second sum."""
 
-_CHUNK = 2**22
-"""Elements compared at a time: bounds the memory of the check beside a large embedding."""
+_CHUNK = 2**22  # elements compared at a time: bounds the memory of the check beside a large embedding
 
 
 @frozen(eq=False, field_transformer=checked_fields(GradientError))

@@ -343,8 +343,8 @@ class Epochs:
 def _admission(stored: StoredEpochs, heartbeat: Heartbeat, epoch: Epoch, deadline: float) -> Verdict | Failure:
     """Ask to join, and wait for the vote result by which this process is a member, or that the job has failed.
 
-    It may take as long as a step, or until other new processes, with which this one computes, have asked as well.
-    ``deadline``: seconds in which some member's heartbeat is seen, or an earlier process of the rank is voted out.
+    It may take as long as a step, or until other new processes, with which this one computes, have asked. ``deadline``:
+    seconds in which some member's heartbeat is seen, or an earlier process of the rank is voted out.
     """
     rank, own, began = heartbeat.rank, heartbeat.incarnation, time.monotonic()
     stored.ask(rank, own)

@@ -59,10 +59,9 @@ def lift_timeout(group: Any) -> None:
 
 
 def connect_members(group: Any, device: torch.device, kind: BackendKind, seconds: float) -> None:
-    """Connect a group of more than two ranks whose backend does so at the first operation, which waits for all members.
+    """Connect a group of more than two ranks whose backend does so at the first operation, within ``seconds``.
 
-    Lanes are proved pair by pair: without this a pair would wait for a member that waits for one of the pair. A
-    RuntimeError where some member did not come within ``seconds``.
+    Lanes are proved pair by pair: without this a pair would wait for a member that waits for one of the pair.
     """
     if kind.connects == "lazy" and group.size() > 2:
         work = group.allreduce([torch.zeros(1, device=device)])

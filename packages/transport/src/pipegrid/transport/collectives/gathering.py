@@ -23,9 +23,8 @@ def gather_text(
 ) -> dict[int, str]:
     """The text of each rank of ``group``, by rank of the world, in the order of the group; all of its ranks call this.
 
-    Text of any length, which no rank unpickles. `torch.distributed.all_gather_object` unpickles, and needs numpy, which
-    torch itself does not require. The group gathers tensors on ``device``; ``wait`` holds the host until a collective
-    with this result is done, or raises.
+    Of any length, and no rank unpickles: `torch.distributed.all_gather_object` does, and needs numpy. Tensors are
+    gathered on ``device``; ``wait`` holds the host until a collective with this result is done, or raises.
     """
 
     def gathered(own: torch.Tensor) -> torch.Tensor:

@@ -157,9 +157,9 @@ class HostCollectives:
     """The collectives over gloo that have started and whose wait has not ended, each with its group. For any thread.
 
     gloo has no abort. A collective that waits for a rank out of reach (its wire cut, its process stopped) holds a
-    thread of its group, and the end of the group, by `destroy_process_group` or at the interpreter's exit, waits for
-    that thread: until the group's timeout, half an hour by default. Until then the process of a rank that has raised
-    does not end, and its launcher sees no failure. What does end the collective is the end of the connections.
+    thread of its group, for which the group's end, by `destroy_process_group` or at the interpreter's exit, waits:
+    until the group's timeout, half an hour by default. Until then a process that has raised does not end, and its
+    launcher sees no failure. What does end the collective is the end of the connections.
     """
 
     # Groups whose collectives go on where a step has failed, as those of a checkpoint in the background.
@@ -245,13 +245,10 @@ class PendingCollectives(Generic[Label]):
             raise RuntimeError(f"{failed[0]} failed: {NotDone.of(failed[1]).text}") from failed[1]
 
     def abort(self, cause: str) -> None:
-        """Begin to abort every device group of this process, and forget the collectives that were under way.
+        """Begin to abort every device group of this process, and cut the host's groups with a collective under way.
 
-        The host's groups in which one is under way are cut, see `HostCollectives.cut_all`.
-
-        Where a step fails, all device groups of the process are aborted together: a free waits for every kernel of the
-        device, so an abort of the lanes alone would wait for a reduction that no rank will end. None of them is of use
-        after that.
+        Where a step fails, all are aborted together: a free waits for every kernel of the device, so an abort of the
+        lanes alone would wait for a reduction that no rank will end. None of them is of use after that.
         """
         if "torch.distributed" in sys.modules:
             abort_device_groups(cause)

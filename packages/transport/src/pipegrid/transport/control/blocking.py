@@ -13,8 +13,8 @@ from pipegrid.transport.errors import P2PUsageError
 from pipegrid.transport.messages.handle import Transfer
 
 _RECEIVES = ("recv_prev", "recv_next")
-# In the order in which they are started and waited for. Receives first: the other side, too, has posted everything
-# before it waits, and the first message of a receive should not wait behind a send.
+# In the order in which they are started and waited for. Receives first: the first message of one should not wait behind
+# a send, and the other side, too, has posted everything before it waits.
 _NAMES = (*_RECEIVES, "send_next", "send_prev")
 _UNTIMED: AbstractContextManager[None] = nullcontext()
 

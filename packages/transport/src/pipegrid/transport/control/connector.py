@@ -39,14 +39,9 @@ from pipegrid.transport.errors import P2PError, P2PMismatchError, P2PPeerError, 
 from pipegrid.transport.lane.connection import Connection
 from pipegrid.transport.streams import new_stream
 
-_Bundle: TypeAlias = tuple[LaneSpec, ...]
-"""All lanes of a communicator, of whichever ranks, ascending."""
-_Connected: TypeAlias = tuple[Connection, int]
-"""The connection of a lane, and its number among all lanes of the communicator."""
-
-# torch hands out 32 streams per device; groups past that share one, and wait for each other.
-_MOST_STREAMS = 28
-
+_Bundle: TypeAlias = tuple[LaneSpec, ...]  # all lanes of a communicator, of whichever ranks, ascending
+_Connected: TypeAlias = tuple[Connection, int]  # of a lane, and its number among all lanes of the communicator
+_MOST_STREAMS = 28  # torch hands out 32 per device; groups past that share one, and wait for each other
 
 T = TypeVar("T")
 

@@ -53,8 +53,8 @@ def open_lanes(
         device: where payloads live; None is the current GPU where the backend is NCCL or ``config`` says ``staged``,
             else the CPU.
         rank: this rank, where the caller knows it.
-        standing: per lane, a payload like all that will travel (meta tensors do): shapes that are fixed now, compared
-            between the two sides, and never need a header.
+        standing: per lane, a payload like all that will travel (meta tensors do): its shapes are compared now, and
+            never need a header.
         declared: per lane, what its user says of the messages, in words; compared between the two sides.
         carried: per lane, the lane of the plan that it carries: where the communicators of ``config`` are a plan's.
         beside: lanes of this rank, of the same config, which these join: batches and the end are of all.

@@ -45,10 +45,8 @@ class ReplicaTraffic(ABC):
 
     def _require_other(self, edge: Edge, replica: int) -> None:
         if replica not in range(self.count) or replica == self.replica:
-            raise P2PUsageError(
-                f"edge {edge} goes to replica {replica}; the others than this rank's, {self.replica}, are in "
-                f"0..{self.count - 1}"
-            )
+            others = f"the others than this rank's, {self.replica}, are in 0..{self.count - 1}"
+            raise P2PUsageError(f"edge {edge} goes to replica {replica}; {others}")
 
     def _require_open(self) -> None:
         if self.lanes.closed:

@@ -182,8 +182,8 @@ class LaneEnding:
         return list(self._last_queue) if self.error is not None else [repr(one) for one in self.queue.copy()]
 
 
+# A lane that ends, the error of its transfers, and the text for its other side.
 End: TypeAlias = tuple[LaneEnding, P2PError, str]
-"""A lane that ends, the error of its transfers, and the text for its other side."""
 
 
 def abort_lanes(lanes: Sequence[LaneEnding], reason: str) -> None:

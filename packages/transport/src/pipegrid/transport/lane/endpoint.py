@@ -236,9 +236,8 @@ class Incoming:
         sequence, standing, signature = decode(header.take(timeout))
         self._tally.headers += 1
         beside = self._posted[0][1]
-        landed = self._landings is not None and self._landings.announced(
-            signature, 0 if beside is None else beside.size
-        )
+        size = 0 if beside is None else beside.size
+        landed = self._landings is not None and self._landings.announced(signature, size)
         if beside is not None and not landed:
             beside.ticket.hold(timeout)
         with lock:
@@ -300,8 +299,8 @@ class Incoming:
                 wanted = "any shape" if transfer.expected is None else f"shape {transfer.expected}"
                 raise P2PMismatchError(
                     f"rank {self._spec.destination} expects message {transfer.sequence} of lane {self._spec} to be of "
-                    f"{wanted}{kind}, but rank {self._end.peer} announced {signature}; "
-                    f"give the same shapes and pipeline_dtype on both sides"
+                    f"{wanted}{kind}, but rank {self._end.peer} announced {signature}; give the same shapes and "
+                    "pipeline_dtype on both sides"
                 )
             if len(self._buffers) >= _BUFFERS_KEPT:
                 self._buffers.clear()

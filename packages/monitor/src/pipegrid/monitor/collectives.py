@@ -113,7 +113,7 @@ class Waiting:
         return failed
 
 
-@define(eq=False)
+@define(eq=False, slots=False)
 class LongWaits:
     """One rank's access to the records of long waits; the store is connected at the first one."""
 

@@ -161,11 +161,11 @@ class P2PCommunicator(NeighbourVerbs, LaneCommunicator):
         replicas: Sequence[Sequence[int]] | None = None,
         graph: ModuleGraph | None = None,
     ) -> None:
-        self.config, self.rank = as_config(config), dist.get_rank()
         self.pp_group = group = dist.group.WORLD if pp_group is None else pp_group
+        self.rank = dist.get_rank()
         if not isinstance(group, ProcessGroup):
             raise P2PUsageError(f"pp_group is {group!r}; it must be None or a group that this rank {self.rank} is in")
-        self._ranks = dist.get_process_group_ranks(group)
+        self.config, self._ranks = as_config(config), dist.get_process_group_ranks(group)
         self._placement, self._graph = placed_stages(placement, len(self._ranks), graph), graph
         self._edges = edges = None if graph is None else frozenset(graph.stage_edges)
         self.deadline, self.fixed_shapes = self.config.deadline, self.config.fixed_shapes

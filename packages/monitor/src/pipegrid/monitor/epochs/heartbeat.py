@@ -118,10 +118,9 @@ class Heartbeat:
             self.on_alarm(str(alarm))
 
     def lost(self, rank: int, why: str, epoch: Epoch | None = None) -> None:
-        """Record that the process of ``rank`` is lost that is a member of ``epoch`` (None: the current one).
+        """Record that the process of ``rank`` in ``epoch`` (None: the current) is lost, also in later ones with it.
 
-        It is lost in this epoch and in those that have begun meanwhile with it as a member. A vote result that is not
-        there after the alarm was raised is written by, and read by, ranks that find the alarm.
+        A vote result that is not there after the alarm was raised is written, and read, by ranks that find the alarm.
         """
         epoch = epoch or self.epoch
         incarnation = epoch.incarnations.get(rank, 0)

@@ -45,7 +45,6 @@ class Handshake:
     _batch: str | None = field(default=None, init=False)  # of this step, while lanes follow it
     _coming: PostedHeader | RuntimeError = field(init=False)  # an error: the peer had ended before
     _sent: deque[Any] = field(factory=lambda: deque(maxlen=_UNHEARD), init=False)
-
     _learns: bool = field(init=False)  # whether lanes follow the signatures of batches
 
     def __attrs_post_init__(self) -> None:

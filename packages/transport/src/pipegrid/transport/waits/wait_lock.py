@@ -90,14 +90,10 @@ class WaitLock:
     def wake(self) -> None:
         """Wake the followers: the leader has left."""
         with self.states:
-            self._wake()
+            self.notify()
 
     def notify(self) -> None:
         """Wake the followers: a transfer has ended. Under the lock."""
-        if self.contended:
-            self._wake()
-
-    def _wake(self) -> None:
         if self._followers:
             self._changed.notify_all()
         if self._watched >= 0:

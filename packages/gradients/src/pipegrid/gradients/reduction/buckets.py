@@ -150,7 +150,8 @@ class Bucket:
     @property
     def unknown(self) -> torch.Tensor | None:
         """The flags, where this rank lacks a gradient; None where it has them all, or nothing is summed."""
-        return self.flags if any(each is None for each in self.gradients) else None  # `in` compares tensors
+        known = self.flags is None or all(each is not None for each in self.gradients)  # `in` compares tensors
+        return None if known else self.flags
 
     def finish(self, divisor: Divisor | None, used: Sequence[bool]) -> None:
         """Divide by ``divisor`` (None: the module's replicas), and store; ``used``: has a gradient on any rank."""

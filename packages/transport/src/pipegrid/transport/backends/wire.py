@@ -66,16 +66,16 @@ class PostedHeader:
 
     def look(self) -> bytes | None:
         """Its first part; None before that has come. Looks at memory only."""
-        return self._part()[1] if self._first[-1] else None
-
-    def _part(self) -> tuple[int, bytes]:
+        if not self._first[-1]:
+            return None
         length = int.from_bytes(self._first[:_LENGTH_BYTES], "big")
-        return length, bytes(self._first[_LENGTH_BYTES : _LENGTH_BYTES + min(length, _FIRST_BYTES)])
+        return bytes(self._first[_LENGTH_BYTES : _LENGTH_BYTES + min(length, _FIRST_BYTES)])
 
     def take(self, timeout: timedelta) -> bytes:
         """Wait for it; a RuntimeError where the connection is gone, or it did not come."""
         self._work.wait(timeout)
-        length, data = self._part()
+        length = int.from_bytes(self._first[:_LENGTH_BYTES], "big")
+        data = bytes(self._first[_LENGTH_BYTES : _LENGTH_BYTES + min(length, _FIRST_BYTES)])
         if len(data) < length:
             rest = bytearray(length - len(data))
             self.wire.receive(rest, self.index, self.kind + _REST).wait(timeout)

@@ -33,10 +33,9 @@ def tie_groups(name: str, stages: Sequence[int], graph: ModuleGraph, grids: Mapp
     (tp 2 beside tp 1), every tp rank must hold the whole parameter: all copies are one group, in which the first tp
     rank of each module contributes.
     """
-    alike = shards_alike(stages, graph, grids)
+    alike, contributing = shards_alike(stages, graph, grids), set[int]()
     members: dict[Shard, list[int]] = {}
     shard_of: dict[int, Shard] = {}
-    contributing: set[int] = set()
     for stage in sorted(stages):
         for rank, shard in _holders(stage, graph, grids):
             if shard_of.setdefault(rank, shard) != shard and alike:

@@ -42,10 +42,7 @@ class Landings:
         return self._sizes.popleft()
 
     def announced(self, signature: Signature, size: int) -> bool:
-        """Note what a header announces; whether the message comes in the receive of ``size`` bytes beside it.
-
-        One of several tensors does not, nor a larger one than `_MOST_BYTES`.
-        """
+        """Note what a header announces; whether the message fits in the receive of ``size`` bytes beside it."""
         nbytes = sum(math.prod(one.shape) * dtype_of(one).itemsize for one in signature.tensors)
         alone = len(signature.tensors) <= 1 and nbytes <= _MOST_BYTES
         if alone and nbytes > self._largest:

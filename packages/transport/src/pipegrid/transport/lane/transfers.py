@@ -244,10 +244,7 @@ class LaneTransfers(ABC):
         del now
 
     def drain(self, end: float) -> None:
-        """Hold the host until transfers that were ordered or sent are done and read, or until ``end`` (monotonic).
-
-        Only where a wait does not hold the host.
-        """
+        """Hold the host until what was ordered or sent is done and read, or until ``end``, if no wait holds it."""
         del end
 
     def join(self) -> None:
@@ -257,10 +254,7 @@ class LaneTransfers(ABC):
 
 @final
 class HostWaits(LaneTransfers):
-    """Waits over gloo, staged or not.
-
-    A work can be waited for once, by one thread, and says that it is done to that thread only.
-    """
+    """Waits over gloo: a work can be waited for once, by one thread, and says that it is done to that thread only."""
 
     def wait_for(self, transfer: Transfer, timeout: float | None) -> None:
         """See `Transfer.wait`."""
@@ -332,10 +326,7 @@ class HostWaits(LaneTransfers):
 
 @final
 class LocalWaits(LaneTransfers):
-    """Waits on a rank's own lane, and in a dry run: for no other rank.
-
-    A transfer has ended when it was started, or its send was. The sends and the receives of the lane are in one queue.
-    """
+    """Waits on a rank's own lane, and in a dry run: a transfer has ended when it was started, or its send was."""
 
     def started(self, transfer: Transfer) -> None:
         """See the ends that a start brings: of a send, and of the receive that it is for."""

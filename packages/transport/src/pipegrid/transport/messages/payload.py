@@ -34,8 +34,8 @@ _SMALL_BYTES = 64 * 1024  # up to here, allocating a buffer costs more than movi
 def flatten(payload: Any) -> tuple[list[Tensor], Tree]:
     """The tensors of ``payload`` in order, and the tree of their places.
 
-    Raises P2PUsageError for what is no tensor, None, list, tuple or dict with string or integer keys, or a subclass of
-    these, such as a named tuple, which the receiver could not rebuild; and for more than 100 levels.
+    Raises P2PUsageError for anything but tensors, None, lists, tuples and dicts with string or integer keys; for
+    subclasses of these, such as a named tuple, which the receiver could not rebuild; and for more than 100 levels.
     """
     if isinstance(payload, Tensor):
         return [payload], 0

@@ -24,7 +24,7 @@ from pipegrid.gradients.main_grad import Modules, accumulation_dtype, named_modu
 class TieMark:
     """The mark of a tied parameter (``parameter.tied``)."""
 
-    name: str = field(on_setattr=setters.frozen)  # of the tie
+    name: str = field(on_setattr=setters.frozen)
     # Its ``REDUCE`` also sums over replicas; the data-parallel reduction must not repeat that.
     over_replicas: bool = field(on_setattr=setters.frozen)
     summed: bool = field(default=False, eq=False)  # the ``REDUCE`` of this step is done, and its result not yet used

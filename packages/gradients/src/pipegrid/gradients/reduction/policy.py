@@ -85,11 +85,11 @@ class StepGradients:
     It serves a later step of the same models as well, after `begin`, as long as `observed` finds no change in them.
     """
 
-    policy: GradientPolicy  # decides who finishes them
+    policy: GradientPolicy
     models: Models  # this rank's, by stage
     config: Any  # of the step
     pg_collection: Any  # the process groups of this rank
-    waiting: Waiting  # for collectives
+    waiting: Waiting
     reduction: GradientReduction | None  # None where a wrapper or the user reduces, or nothing is trained
 
     @cached_property
@@ -242,7 +242,7 @@ def gradient_policy(
     loss or by the tokens of the job; and for a group that the sizes of a grid demand, and its collection lacks: of the
     replicas, and with the loss cp (losses are shares of a mean) and tp (the first rank counts tokens).
 
-    ``replicas``: where they differ, how many the data is for, which divide, and how many of this position live.
+    ``replicas``, where they differ: those that the data is for (the divisor), and those of this position that live.
     """
     per_token = bool(getattr(config, "calculate_per_token_loss", False))
     weighted = per_token and bool(getattr(config, "weighted_microbatches", False))

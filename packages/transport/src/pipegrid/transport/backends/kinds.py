@@ -25,7 +25,7 @@ NCCL = "nccl"
 class BackendKind:
     """The differences between backends."""
 
-    name: str  # of the backend
+    name: str
     devices: tuple[str, ...]  # the types of device that it serves
     options: bool = False  # whether it takes NCCL's options
     order: OrderModel  # which messages come in order

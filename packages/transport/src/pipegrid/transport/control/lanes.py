@@ -71,13 +71,13 @@ class Lanes(dict[LaneSpec, Lane]):
         """Start the sends and receives of the block as one simultaneous batch, at its end; none of them if it raises.
 
         Communicators come in the order of calls; within a shared one, messages come in the order of lanes. Batches
-        inside a batch belong to it.
+        inside a batch belong to it. ``together`` False starts them one after the other, at the end all the same;
+        ignored in strict mode and on shared communicators, where two ranks that both send first would wait for each
+        other.
 
-        ``together`` False starts them one after the other, at the end all the same; ignored where `batches` of the
-        submitter, as two ranks that both send first would wait for each other. ``by_lane`` has communicators come in
-        the order of lanes, too: for an exchange in which every rank sends and receives. In the order of calls, both
-        ends would send first, and wait for each other where a GPU plays the kernels of several communicators one by
-        one.
+        ``by_lane``: communicators come in the order of lanes, too, for an exchange in which every rank sends and
+        receives. In the order of calls, both ends would send first, and wait for each other where a GPU plays the
+        kernels of several communicators one by one.
         """
         return Batch(self.submitter, together or self.submitter.batches, by_lane)
 

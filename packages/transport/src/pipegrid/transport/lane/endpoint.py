@@ -46,14 +46,14 @@ _BUFFERS_KEPT = 64  # signatures, where shapes vary
 class Endpoint:
     """One end (or, on one rank, both) of a lane: what all parts of it there know."""
 
-    spec: LaneSpec  # which lane
-    rank: int  # this global rank
+    spec: LaneSpec
+    rank: int  # this, global
     device: torch.device  # where payloads live
     config: P2PConfig  # the settings that the lane was opened with
     connection: Connection  # what it shares with others
     index: int  # its number among all lanes of its communicator
     standing: Signature | None = None  # the one message of the lane, where it was fixed when the lane was opened
-    tally: Tally = field(factory=Tally, init=False)  # what is counted
+    tally: Tally = field(factory=Tally, init=False)
 
     @property
     def peer(self) -> int:

@@ -17,7 +17,8 @@ from pipegrid.transport.control.opening import resolve_device
 def collection_of(collections: Any, name: str) -> Any:
     """The process groups of module ``name``: one collection serves all modules, or there is one per module.
 
-    Raises GradientError where there is none for this module, or ``collections`` is not a collection.
+    Raises:
+        GradientError: there are several, but none for this module; or ``collections`` is not a collection.
 
     Examples:
         >>> from pipegrid.topology import ProcessGroupCollection
@@ -37,7 +38,7 @@ def collections_by_name(collections: Any) -> Mapping[str, Any] | None:
     """The collections of several modules by name; None where there is one for all."""
     if isinstance(collections, Mapping):
         return collections
-    found = [getattr(collections, name, None) for name in ("modules", "module_pgs")]
+    found = (getattr(collections, name, None) for name in ("modules", "module_pgs"))
     return next((by_name for by_name in found if isinstance(by_name, Mapping)), None)
 
 

@@ -241,7 +241,11 @@ class Monitor:
             self._threads[0].start()
 
     def end(self) -> None:
-        """End the step; raises as `begin`, of what was announced beside it. The device stays watched."""
+        """End the step. The device may still be at work; it stays watched.
+
+        Raises:
+            DisagreementError, JobFailedError: as `begin`, of what was announced beside the step.
+        """
         self.announce()
         call, self._announcement = self._announcement, None
         if call is not None:
@@ -262,8 +266,8 @@ class Monitor:
     def announce(self) -> None:
         """Start to announce the running step, on the thread that asks the store, unless that was done; from any thread.
 
-        That takes a core for a moment: a runtime calls this behind its first message; else the next look does, or the
-        end.
+        The thread takes a core from the step for a moment. So a runtime calls this where that delays no other rank,
+        behind its first message; without one the next look does, or the end of the step.
         """
         with self._announcing:
             what, self._unannounced = self._unannounced, None
@@ -280,12 +284,12 @@ class Monitor:
             self._not_announced(SilentStoreError(f"the store did not answer within {self._patience:.3g} s"))
 
     def _not_announced(self, error: BaseException) -> None:
-        text = self._unanswered(error)
+        text, watched = self._unanswered(error), self._watched  # once: another thread may end the watch meanwhile
         self._silent = f"before step {self._steps}, {text}. {_REBUILD}"
         if self._failure is None:
             self._failure = Failure(self.rank, text)
-            if self._watched is not None:
-                self._watched.abort(text)
+            if watched is not None:
+                watched.abort(text)
 
     def _unanswered(self, error: BaseException) -> str:
         """Describe that the store has not answered, or that its host is out of reach if that is another one."""
@@ -327,7 +331,11 @@ class Monitor:
         return None if self._failure is None else self._failure.text
 
     def check(self) -> None:
-        """Raise JobFailedError with the job's first failure, if this rank knows of one. Local."""
+        """Raise the job's first failure, if this rank knows of one. Local.
+
+        Raises:
+            JobFailedError: the job has failed.
+        """
         if self._failure is not None:
             raise JobFailedError(f"{self._failure.text.splitlines()[0]}. {_REBUILD}")
 
@@ -335,9 +343,12 @@ class Monitor:
         """Wait for a collective beside the plan (a reduction, a norm) as for an action: under the deadline.
 
         On CUDA only the current stream waits for it, and the device's progress is watched; a collective that fails
-        there later is the job's failure as soon as the thread sees it. ``work`` was started with ``async_op=True``;
-        ``what`` is for errors; ``on_device``: whether tensors are on a device with streams, None: as that of this
-        monitor.
+        there later is the job's failure as soon as the thread sees it.
+
+        Args:
+            work: of a collective that was started with ``async_op=True``.
+            what: for errors, such as ``"all-reduce of gradients"``.
+            on_device: whether its tensors are on a device with streams; None: if this monitor has such a device.
 
         Raises:
             JobFailedError: another rank failed first, or the deadline passed.
@@ -364,7 +375,10 @@ class Monitor:
 
         Where its tensors are on a device with streams, the host waits as well if ``host``, or if nothing watches the
         device's progress: meanwhile it calls ``look`` several times a second. Past the deadline (``deadline``, of a
-        monitor without one) ``absent`` names the ranks that have not joined. Raises JobFailedError as `wait`.
+        monitor without one) ``absent`` names the ranks that have not joined, in words.
+
+        Raises:
+            JobFailedError: another rank failed first, or the deadline passed.
         """
         watched, began, backstop = self._watched, time.monotonic(), 0.0
         deadline = self.deadline or deadline
@@ -460,7 +474,7 @@ class Monitor:
             self._tells(watched.stands)
 
     def _tells(self, place: Callable[[], str]) -> bool:
-        """Publish the ``place``, read now: a step may have left what a look has seen; whether the store answered."""
+        """Publish the ``place``, read now: a step may have left what a look has seen. Whether the store answered."""
         try:
             with self._telling:
                 self._brief.publish(place(), last=True)

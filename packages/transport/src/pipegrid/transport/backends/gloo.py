@@ -35,7 +35,7 @@ _ORDER_NUMBERS = 2**12
 _EPOCHS = 16
 
 
-@define(slots=False)
+@define(eq=False, slots=False)
 class Loop:
     """The devices that groups are made on; the options of `BACKEND`."""
 
@@ -58,7 +58,11 @@ class Loop:
         return backend
 
     def take_backend(self, group: ProcessGroup) -> Any:
-        """The backend of a group, once: its verbs skip torch's dispatcher, which takes longer than a lane."""
+        """The backend of a group that was made here; once.
+
+        Its ``send`` and ``recv`` are the group's without torch's dispatcher, which has nothing to choose there and
+        takes longer than all of a lane's own code.
+        """
         return self._made.pop(group.group_name)
 
 

@@ -38,8 +38,8 @@ def sharded_like(parameter: Any, shard: torch.Tensor) -> torch.Tensor:
         return shard
     from torch.distributed.tensor import DTensor
 
-    form = {"shape": parameter.shape, "stride": parameter.stride()}
-    return DTensor.from_local(shard, parameter.device_mesh, parameter.placements, run_check=False, **form)
+    mesh, placements, shape = parameter.device_mesh, parameter.placements, parameter.shape
+    return DTensor.from_local(shard, mesh, placements, run_check=False, shape=shape, stride=parameter.stride())
 
 
 def replicating_groups(parameter: Any) -> list[dist.ProcessGroup]:

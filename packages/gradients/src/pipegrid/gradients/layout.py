@@ -67,20 +67,23 @@ class ParameterGradient:
     name: str
     parameter: torch.nn.Parameter
     marks: Marks  # its attributes, when the layout was made
-    # Their group, that of an expert's view for an expert's; None where there is no group.
+    # The group of replicas, that of an expert's view for an expert's; None where there is no group.
     replicas: dist.ProcessGroup | None
     tensor: dist.ProcessGroup | None  # the tensor-parallel ranks, likewise
     module_replicas: int  # the number of replicas of the module
     mesh: frozenset[int]  # the ranks that hold the shards of a DTensor; none of another parameter
     # The groups inside of the mesh that hold a shard alike: over these, the gradient may be parts of a sum.
     alike: tuple[dist.ProcessGroup, ...]
-    by_fsdp: bool  # whether ``fully_shard`` reduces it, and has divided it by ``divided``; else 1
-    divided: float
+    by_fsdp: bool  # whether ``fully_shard`` reduces it
+    divided: float  # by this ``fully_shard`` has divided it; else 1
     dtype: torch.dtype  # in which it accumulates
 
     @property
     def summed_over(self) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
-        """The tp ranks and the replicas that a reduction sums it over; None: not, or ``fully_shard`` or a tie did."""
+        """The tp ranks and the replicas that a reduction sums it over, in this order; None: not over them.
+
+        Not over replicas where ``fully_shard`` or the ``REDUCE`` of a tie has summed over them.
+        """
         done = self.by_fsdp or (self.marks.tie is not None and self.marks.tie.over_replicas)
         return (
             self.tensor if self.marks.partial and size_of(self.tensor) > 1 else None,
@@ -164,7 +167,17 @@ def _gradients(modules: Modules, collections: Any, divided: dict[int, float | No
             seen.add(id(parameter))
             marks, by_fsdp = marks_of(parameter), id(parameter) in divided
             replicas, tensor = expert if marks.expert else plain
-            by = (divided[id(parameter)] or size_of(replicas)) if by_fsdp else 1.0
-            where = module, prefix + name, parameter, marks, replicas, tensor, size_of(own)
-            alike = tuple(replicating_groups(parameter))
-            yield ParameterGradient(*where, mesh_ranks(parameter), alike, by_fsdp, by, accumulation_dtype(parameter))
+            yield ParameterGradient(
+                module=module,
+                name=prefix + name,
+                parameter=parameter,
+                marks=marks,
+                replicas=replicas,
+                tensor=tensor,
+                module_replicas=size_of(own),
+                mesh=mesh_ranks(parameter),
+                alike=tuple(replicating_groups(parameter)),
+                by_fsdp=by_fsdp,
+                divided=(divided[id(parameter)] or size_of(replicas)) if by_fsdp else 1.0,
+                dtype=accumulation_dtype(parameter),
+            )

@@ -109,7 +109,11 @@ class LossScaler:
         return {**to_state(self.state), "skipped": self.skipped}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Continue from a checkpoint, with the settings of this scaler; GradientError for values that none has."""
+        """Continue from a checkpoint, with the settings of this scaler.
+
+        Raises:
+            GradientError: values that no checkpoint of a scaler has.
+        """
         state = from_state(self.state, saved)
         self.skipped = checked(saved.get("skipped", 0), Index, "skipped", GradientError)
         self.state = state

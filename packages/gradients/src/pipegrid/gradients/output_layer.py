@@ -149,8 +149,10 @@ def _reduce_scatter(x: torch.Tensor, group: dist.ProcessGroup | None) -> torch.T
 def clear_embedding_activation_buffer(config: Any, model: Any, is_last_stage: bool) -> Any:
     """Clear the buffers before a step: an aborted one may have left entries.
 
-    ``model`` is this rank's stage, or its chunks, with the output layer in the last. Returns the module with the
-    buffers, for `finish_embedding_wgrad_compute`; None without deferral.
+    ``model`` is this rank's stage, or its chunks, with the output layer in the last.
+
+    Returns:
+        The module with the buffers, for `finish_embedding_wgrad_compute`; None without deferral.
 
     Raises:
         GradientError: deferral is set, and neither the model nor a module it wraps has the buffers.
@@ -201,9 +203,10 @@ def finish_embedding_wgrad_compute(config: Any, embedding_module: Any, is_last_s
         return
     inputs, gradients = embedding_module.embedding_activation_buffer, embedding_module.grad_output_buffer
     if len(inputs) != len(gradients):
-        found = f"{len(inputs)} inputs of its output layer in {_BUFFERS[0]} and {len(gradients)} gradients in"
-        name = type(embedding_module).__name__
-        raise GradientError(f"{name} has {found} {_BUFFERS[1]}; each input needs its gradient")
+        raise GradientError(
+            f"{type(embedding_module).__name__} has {len(inputs)} inputs of its output layer in {_BUFFERS[0]} and "
+            f"{len(gradients)} gradients in {_BUFFERS[1]}; each input needs its gradient"
+        )
     if not inputs:
         return
     weight = _weight_of(embedding_module)

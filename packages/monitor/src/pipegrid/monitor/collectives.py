@@ -106,8 +106,10 @@ class Waiting:
         if self.monitor is None:
             failed = finish(work, group, on_device=on_device, host=host, end=began + deadline, given_up=look)
         else:
-            told: dict[str, Any] = {"deadline": deadline, "look": look, "absent": lambda: self._absent(work, group)}
-            failed = self.monitor.finish(work, group, self.what, on_device=on_device, host=host, **told)
+            failed = self.monitor.finish(
+                work, group, self.what, on_device=on_device, host=host, deadline=deadline, look=look,
+                absent=lambda: self._absent(work, group),
+            )  # fmt: skip
         if failed is None and said:
             long_waits().end()
         return failed
@@ -140,8 +142,11 @@ class LongWaits:
             other = said.get(rank, "")
             if rank != self.rank and said and other != what:
                 apart.setdefault(other, []).append(rank)
-        waits = {other: f", and {'waits' if len(those) == 1 else 'wait'} for {other}" for other, those in apart.items()}
-        return "; ".join(_lacking(those) + (waits[other] if other else "") for other, those in apart.items())
+        texts = [
+            _lacking(those) + (f", and {'waits' if len(those) == 1 else 'wait'} for {other}" if other else "")
+            for other, those in apart.items()
+        ]
+        return "; ".join(texts)
 
     def _ask(self, function: Callable[..., _T], *arguments: Any) -> _T | None:
         if time.monotonic() < self._silent_until:

@@ -146,7 +146,10 @@ class Control:
         return {rank: places.get(rank, _UNHEARD) for rank in self.ranks}
 
     def read(self, what: str, ranks: Sequence[int] | None = None) -> dict[int, bytes]:
-        """The values of the keys ``what/rank`` that are there, of all ranks or some; a few calls, unless many lack."""
+        """The values of the keys ``what/rank`` that are there, of all ranks or ``ranks``.
+
+        A few calls, unless many are not there.
+        """
         ranks = self.ranks if ranks is None else ranks
         keys = [f"{what}/{rank}" for rank in ranks]
         if keys and self.store.check(keys):
@@ -191,8 +194,10 @@ class Control:
     def agree(self, step: int, what: str, *, seconds: float) -> Failure | None:
         """Announce, and wait until all ranks have: the job's first failure, if there is one by then.
 
-        A rank that runs the same as before, and as the first to arrive, waits for none. Raises DisagreementError where
-        one does not arrive in time.
+        A rank that runs the same as before, and the same as the first rank to arrive, waits for none.
+
+        Raises:
+            DisagreementError: a rank did not arrive in time.
         """
         unchanged = what == self._runs
         same = self.announce(step, what)

@@ -40,12 +40,16 @@ class Port(Protocol):
 
 @frozen(eq=False)
 class Verbs:
-    """A `Port` of two functions."""
+    """A `Port` of two functions.
+
+    Attributes:
+        ahead: receives that may be posted before their turn in a plan.
+        takes_slots: whether ``irecv`` takes the ``slot`` in which a message is to arrive, as that of a lane does.
+    """
 
     isend: Callable[[Payload], Handle]
     irecv: Callable[..., ReceiveHandle]
-    ahead: int = 0  # receives that may be posted before their turn in a plan
-    # Whether ``irecv`` takes the ``slot`` in which a message is to arrive, as that of a lane does.
+    ahead: int = 0
     takes_slots: bool = False
 
 
@@ -80,9 +84,7 @@ class Communicator:
         super().__init_subclass__(**named)
         own = vars(cls)
         if "port" not in own and ("isend" in own or "irecv" in own):
-            cls.port = lambda self, edge, direction: Verbs(  # type: ignore[method-assign]
-                partial(self.isend, edge=edge, direction=direction), partial(self.irecv, edge=edge, direction=direction)
-            )
+            cls.port = _port_of_verbs  # type: ignore[method-assign]
 
     @property
     def job(self) -> JobTopology:
@@ -95,21 +97,32 @@ class Communicator:
         return 0
 
     def port(self, edge: Edge, direction: Direction) -> Port:
-        """This rank's end of ``edge`` (forward) or of the way against it; P2PUsageError where there is none."""
+        """This rank's end of ``edge`` (forward), or of the way against it (backward). A runtime asks once for each.
+
+        Raises:
+            P2PUsageError: this rank has no such end.
+        """
         raise P2PUsageError(f"{type(self).__name__} has no port for edge {edge} {direction.name.lower()}")
 
     def open_across(self, *, sends: Iterable[Crossing], receives: Iterable[Crossing]) -> None:
-        """Called with the crossings along which this rank ``sends`` and ``receives``, before their ports are asked for.
+        """Called before the ports to other replicas are asked for, with all of them; may communicate with these ranks.
 
-        May communicate with these ranks; the ranks of all replicas are called for one plan after the other, in one
-        order.
+        The ranks of all replicas are called for one plan after the other, in one order.
+
+        Args:
+            sends: the edges, in a direction, along which this rank sends to a replica.
+            receives: those along which it receives from one.
         """
 
     def port_across(self, edge: Edge, direction: Direction, replica: int) -> Port:
-        """`port` of an edge with its other end in another replica, for routes; P2PUsageError where there is none."""
+        """`port` of an edge whose other end is in another replica, where routes move a unit there or back.
+
+        Raises:
+            P2PUsageError: no data goes from one replica to another.
+        """
         raise P2PUsageError(
-            f"{type(self).__name__} moves data within one replica: it has no port to replica {replica} for edge {edge} "
-            f"{direction.name.lower()}"
+            f"{type(self).__name__} has no port to replica {replica} for edge {edge} {direction.name.lower()}; it "
+            "moves data within one replica"
         )
 
     def isend(self, payload: Payload, *, edge: Edge, direction: Direction) -> Handle:
@@ -126,7 +139,8 @@ class Communicator:
     ) -> tuple[Handle | None, ReceiveHandle | None]:
         """Start the exchange along ``edge`` among all ranks of its two stages, some of which hold both.
 
-        Returns the send of a rank of the stage that makes the payload, and the receive of one of the other.
+        Returns:
+            The send of a rank that holds the stage that makes the payload, and the receive of one that holds the other.
         """
         del payload
         raise P2PUsageError(f"{type(self).__name__} has no exchange for edge {edge} {direction.name.lower()}")
@@ -157,7 +171,10 @@ class Communicator:
     def neighbours_across(
         self, edges: Iterable[Edge], across: Iterable[tuple[Edge, int]]
     ) -> Sequence[Handshake] | None:
-        """`neighbours`, and those at the other ends of ``across``, edges to replicas; by default none of them."""
+        """`neighbours`, and those at the other ends of the edges of ``across`` in other replicas, each with that.
+
+        By default those of this replica alone.
+        """
         del across
         return self.neighbours(edges)
 
@@ -189,7 +206,11 @@ class Communicator:
 
 
 def as_communicator(given: Any) -> Communicator:
-    """``given``, or for None a `Communicator` that moves nothing; a StepArgumentError for what is no `Communicator`."""
+    """``given``; for None a `Communicator` that moves nothing.
+
+    Raises:
+        StepArgumentError: it does not derive from `Communicator`.
+    """
     if given is None:
         return Communicator()
     if not isinstance(given, Communicator):
@@ -198,3 +219,9 @@ def as_communicator(given: Any) -> Communicator:
             "P2PCommunicator(pp_group, config) or MultiModulePipelineCommunicator(grids, topology, config)"
         )
     return given
+
+
+def _port_of_verbs(self: Communicator, edge: Edge, direction: Direction) -> Port:
+    return Verbs(
+        partial(self.isend, edge=edge, direction=direction), partial(self.irecv, edge=edge, direction=direction)
+    )

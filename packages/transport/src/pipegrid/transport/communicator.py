@@ -83,9 +83,14 @@ class LaneCommunicator(Communicator):
         return self.across
 
     def open_across(self, *, sends: Iterable[Crossing], receives: Iterable[Crossing]) -> None:
-        """Open the lanes to other replicas along which a plan sends and receives; their other ends call it as well.
+        """Open the lanes to other replicas along which a plan sends and receives, unless they are open.
 
-        Raises P2PUsageError without ``replicas``, or for no such edge or replica; P2PError as of `open_lanes`.
+        The rank at the other end of each calls it as well, for the same plan; all ranks for one plan after the other.
+
+        Raises:
+            P2PUsageError: the communicator was made without ``replicas``, or there is no such edge or replica.
+            P2PMismatchError: the other end opens other lanes.
+            P2PTimeoutError: the other end did not come.
         """
         self._to_others.open(sends=sends, receives=receives)
 
@@ -246,8 +251,16 @@ class P2PCommunicator(NeighbourVerbs, LaneCommunicator):
         """Chunks per rank, as configured."""
         return self.config.virtual_pipeline_model_parallel_size
 
+    def port(self, edge: Edge, direction: Direction) -> Lane:
+        """The `lane` of an edge in a direction."""
+        return self.lane(edge, direction)
+
     def lane(self, edge: Edge, direction: Direction) -> Lane:
-        """The lane of an edge in a direction; P2PUsageError where it is none of this rank, or was not opened."""
+        """The lane that carries the traffic of an edge in a direction.
+
+        Raises:
+            P2PUsageError: there is no such edge, it does not touch this rank, or its lane was not opened.
+        """
         if (found := self._of_edge.get((edge, direction))) is not None:
             return found
         require_edge(edge, self._placement, self._edges)
@@ -257,8 +270,6 @@ class P2PCommunicator(NeighbourVerbs, LaneCommunicator):
             raise P2PUsageError(f"edge {edge} needs lane {spec}, which {why}")
         self._of_edge[edge, direction] = self.lanes[spec]
         return self.lanes[spec]
-
-    port = lane
 
     def _lacks(self, of_name: Mapping[str, LaneSpec], name: str) -> P2PUsageError:
         """The error of a blocking transfer whose lane is not open."""

@@ -16,15 +16,15 @@ ShapeMode: TypeAlias = Literal["agreed", "given", "header", "learned"]
 """How a receiver learns the shapes and dtypes of the next message.
 
 ``agreed``
-    The first message of a lane carries a header, which holds for all later messages. Shapes given to a receive are
-    checked against it.
+    The first message of a lane carries a header, which holds for all later messages: they cost one message and no
+    synchronization. Shapes given to a receive are checked against it.
 ``given``
     The same, and each receive must give its shapes.
 ``header``
     Every message has a header, on a CPU group.
 ``learned``
     As ``header`` in the first step of each batch signature (the shapes of all microbatches, as a `Pipeline` knows them)
-    that both ends of a lane have.
+    that both ends of a lane have. In a later step of that signature, messages are as they were then, without headers: a
     sender whose message is another one raises, and sends nothing.
 """
 

@@ -21,9 +21,13 @@ class Handle(Protocol):
     """A transfer under way."""
 
     def wait(self, timeout: float | None = None) -> None:
-        """Return when the transfer is done (on CUDA: when the current stream is ordered after it); repeatable.
+        """Return when the transfer is done (on CUDA: when the current stream is ordered after it).
 
-        Raises `P2PTimeoutError` past the deadline, `P2PMismatchError` where the two sides disagree about the message.
+        May be called any number of times. ``timeout``: seconds; None is the deadline of the lane.
+
+        Raises:
+            P2PTimeoutError: not done by the deadline.
+            P2PMismatchError: the two sides disagree about the message.
         """
 
     def is_completed(self) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -39,8 +38,9 @@ class EarlyReduction:
         del action
         for parameter in self._parameters.get(self._place, ()):
             if not has_foreign_buffer(parameter):
-                watch: Any = parameter.register_post_accumulate_grad_hook
-                self._handles.append(watch(lambda whole: self._reduction.ready([whole])))
+                self._handles.append(
+                    parameter.register_post_accumulate_grad_hook(self._whole)  # type: ignore[no-untyped-call]
+                )
 
     def after(self, action: object) -> None:
         """All gradients of the stage are whole."""
@@ -55,3 +55,6 @@ class EarlyReduction:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+
+    def _whole(self, parameter: torch.nn.Parameter) -> None:
+        self._reduction.ready([parameter])

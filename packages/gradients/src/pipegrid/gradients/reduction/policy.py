@@ -43,7 +43,10 @@ Counted = Mapping[int, torch.Tensor | None]
 
 @frozen
 class GradientPolicy:
-    """How gradients of this rank's stages become those of one process: decided once, and kept between steps."""
+    """The way from the gradients of this rank's stages to those of one process. Made by `gradient_policy`.
+
+    Without the models, so that it can be kept between steps; `of_step` takes those that it was made for.
+    """
 
     per_token: bool  # losses are sums, and gradients are divided by the tokens of the job
     weighted: bool  # these tokens add up to the microbatches of the job (``weighted_microbatches``)

@@ -259,4 +259,6 @@ def _require_reducible(layout: ParameterGradient) -> None:
         raise GradientError(f"{marked}, and its collection has no tp group to sum it over")
     if layout.marks.sharded or layout.marks.tie is not None:
         other = "tensor_model_parallel" if layout.marks.tie is None else "tied"
-        raise GradientError(f"{marked}, and as {other}; the sum over tp is of a parameter that every rank holds whole")
+        raise GradientError(
+            f"{marked}, and as {other}; the sum over tp is of a parameter that every tp rank holds whole"
+        )

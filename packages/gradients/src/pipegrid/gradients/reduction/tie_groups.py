@@ -33,9 +33,10 @@ def tie_groups(name: str, stages: Sequence[int], graph: ModuleGraph, grids: Mapp
     (tp 2 beside tp 1), every tp rank must hold the whole parameter: all copies are one group, in which the first tp
     rank of each module contributes.
     """
-    alike, contributing = shards_alike(stages, graph, grids), set[int]()
+    alike = shards_alike(stages, graph, grids)
     members: dict[Shard, list[int]] = {}
     shard_of: dict[int, Shard] = {}
+    contributing: set[int] = set()
     for stage in sorted(stages):
         for rank, shard in _holders(stage, graph, grids):
             if shard_of.setdefault(rank, shard) != shard and alike:
@@ -87,7 +88,7 @@ def _grid_of(stage: int, graph: ModuleGraph, grids: Mapping[str, Any]) -> Any:
     module, _ = graph.module_of(stage)
     if module not in grids:
         raise GradientError(
-            f"stage {stage} is of module {module!r}, which has no grid; there are those of {list(grids)}"
+            f"stage {stage} is of module {module!r}, which has no grid; there are grids of {list(grids)}"
         )
     return grids[module]
 

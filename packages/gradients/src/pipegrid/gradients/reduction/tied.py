@@ -66,8 +66,10 @@ class TiedParameters:
         """Sum the gradient over all copies: the ``REDUCE`` of this name (``reducers={name: tied.reduce}``).
 
         Afterwards the gradients of all copies are bitwise equal. A copy without one counts as zero and gets the sum.
-        With the second sum, and each `COMPARED_EVERY` after it, the copies are compared before; raises as
-        `require_equal`.
+        With the second sum, and each `COMPARED_EVERY` after it, the copies are compared before (`require_equal`).
+
+        Raises:
+            ReplicaError: as `require_equal`.
         """
         if not self.copies:
             return
@@ -86,9 +88,10 @@ class TiedParameters:
 
     @torch.no_grad()
     def require_equal(self, waiting: Waiting | None = None) -> None:
-        """Raise ReplicaError, on every rank with a copy, where copies differ in a bit.
+        """Raise where copies differ in a bit; all ranks with a copy call it. One read of each, and a small all-gather.
 
-        All ranks with a copy call it. One read of each, and a small all-gather.
+        Raises:
+            ReplicaError: on every rank with a copy, with the checksums and their ranks.
         """
         if not self.copies:
             return

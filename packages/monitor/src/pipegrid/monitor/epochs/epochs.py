@@ -182,7 +182,7 @@ class Epochs:
         return True
 
     def lost(self, rank: int, why: str, epoch: Epoch | None = None) -> None:
-        """Record that the process of ``rank`` in ``epoch`` (None: the current one) has ended. From any thread.
+        """Record for all that the process of ``rank`` in ``epoch`` (None: the current one) has ended. From any thread.
 
         A rank that lives and closes a lane, after a failure of its own, is not lost.
         """
@@ -228,7 +228,10 @@ class Epochs:
         return evolve(outcome, committed=outcome.keys > number)
 
     def give_up(self, error: str) -> None:
-        """Fail the job with ``error``, for all members, unless they go on without this rank. From any thread."""
+        """Fail the job: `done` and `vote` of all members raise a JobFailedError with ``error``. From any thread.
+
+        No effect where the others go on without this rank.
+        """
         self._failed = self._failed or error
         epoch = self.current
         try:
@@ -242,7 +245,12 @@ class Epochs:
             self._heartbeat.fail(silent(failure))
 
     def check(self, where: str) -> None:
-        """Raise a RankLostError if the epoch ends, a JobFailedError if this rank's heartbeat has. Local."""
+        """Raise if this rank has noticed that the epoch ends. Local.
+
+        Raises:
+            RankLostError: a member is lost, or has called for a vote.
+            JobFailedError: this rank's heartbeat has ended.
+        """
         if self._failed or self._heartbeat.failure:
             raise JobFailedError(f"{where}: {self._failed or self._heartbeat.failure}")
         if self._heartbeat.alarm is not None:

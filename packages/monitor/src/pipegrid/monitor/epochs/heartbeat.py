@@ -58,7 +58,8 @@ class Heartbeat:
     def send(self, now: float) -> None:
         """Send a heartbeat, and read those of the ranks that this one watches.
 
-        A rank is silent while this one reads no new heartbeat of it: where the reader was held up, time does not count.
+        A rank is silent for as long as this one reads no new heartbeat of it: the time in which this thread, or the
+        store, was held up does not count.
         """
         self.stored.heartbeats(self.rank, self.incarnation, 1)
         elapsed, self._sent_at = min(now - self._sent_at, 2 * self.interval), now
@@ -118,7 +119,7 @@ class Heartbeat:
             self.on_alarm(str(alarm))
 
     def lost(self, rank: int, why: str, epoch: Epoch | None = None) -> None:
-        """Record that the process of ``rank`` in ``epoch`` (None: the current) is lost, also in later ones with it.
+        """Record that the process of ``rank`` in ``epoch`` (None: the current one) is lost, there and in later epochs.
 
         A vote result that is not there after the alarm was raised is written, and read, by ranks that find the alarm.
         """

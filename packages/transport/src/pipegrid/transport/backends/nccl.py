@@ -116,7 +116,10 @@ class NcclTicket:
             raise RuntimeError(f"given up: {reason}" if reason else f"not done after {seconds:.3g} s")
 
     def done_within(self, seconds: float, given_up: Callable[[], str] = str) -> bool:
-        """Whether all is done within ``seconds``. By polling: past a timeout NCCL would end the communicator."""
+        """Whether all is done within ``seconds``, unless ``given_up`` has a text before.
+
+        By polling: past the timeout of a wait NCCL would end the communicator.
+        """
         end = time.monotonic() + seconds
         while not self.done():
             if time.monotonic() >= end or given_up():

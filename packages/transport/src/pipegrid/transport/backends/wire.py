@@ -27,8 +27,9 @@ _NOTICE_SECONDS, _POLL_SECONDS = 0.05, 0.001
 HEADER, _NOTICE, STEP, _REST, CONTROL_TAGS = 0, 1, 2, 3, 6  # STEP: what a rank runs; _REST: added to a first part's
 _NEVER_SENT = 2**30  # a tag of no message
 FOREVER = timedelta(days=36_500)
-"""The bound of a wait that only the other side ends, as gloo has none without one: 64 bits of nanoseconds hold its date
-until the year 2262.
+"""The bound of a wait that only the other side ends, as every wait of gloo has a bound and closes its pair past it.
+
+A hundred years: gloo adds the bound to the date in nanoseconds, which 64 bits hold until the year 2262.
 """
 
 

@@ -144,7 +144,8 @@ class NeighbourVerbs:
     ) -> Any:
         """Send an activation to the next rank and receive a gradient from it; None on the last stage.
 
-        As `send_forward` and `recv_forward`; where one of the two cannot be started, neither is.
+        Arguments and errors as for `send_forward` and `recv_forward`. Where one of the two cannot be started, neither
+        is.
         """
         if is_last_stage:
             return None
@@ -154,7 +155,10 @@ class NeighbourVerbs:
     def send_backward_recv_forward(
         self, input_tensor_grads: Any, tensor_shapes: Any = None, is_first_stage: bool = False
     ) -> Any:
-        """`send_forward_recv_backward` the other way: a gradient to the previous rank; None on the first stage."""
+        """Send a gradient to the previous rank and receive an activation from it; None on the first stage.
+
+        Arguments and errors as for `send_forward_recv_backward`.
+        """
         if is_first_stage:
             return None
         parts = {"send_prev": (input_tensor_grads,), "recv_prev": (tensor_shapes,)}
@@ -183,9 +187,10 @@ class NeighbourVerbs:
     def send_backward_recv_backward(
         self, input_tensor_grad: Any, recv_next: bool, tensor_shape: Any = None, overlap_p2p_comm: bool = False
     ) -> Any:
-        """Send a gradient to the previous rank, and receive one from the next: as `send_forward_recv_forward`.
+        """Send a gradient to the previous rank, and receive one from the next rank.
 
-        The handles are ``"recv_next"`` and ``"send_prev"``.
+        Arguments, result and errors as for `send_forward_recv_forward`; the handles are ``"recv_next"`` and
+        ``"send_prev"``.
         """
         parts = {"send_prev": _unless_none(input_tensor_grad), "recv_next": (tensor_shape,) if recv_next else None}
         if overlap_p2p_comm:
@@ -195,7 +200,11 @@ class NeighbourVerbs:
     def send_forward_backward_recv_forward_backward(
         self, output_tensor: Any, input_tensor_grad: Any, recv_prev: bool, recv_next: bool, tensor_shape: Any = None
     ) -> tuple[Any, Any]:
-        """Exchange both ways with both neighbours; ``(activation, gradient)``, each None where it is not received."""
+        """Send an activation to the next and a gradient to the previous rank, and receive one of each.
+
+        Returns:
+            ``(activation, gradient)``, each None where it is not received.
+        """
         received = self._transfers.exchange(
             "forward-backward-send-forward-backward-recv",
             send_next=_unless_none(output_tensor),

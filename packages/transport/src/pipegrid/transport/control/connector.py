@@ -204,9 +204,14 @@ class Connector:
 
 def not_opened(spec: LaneSpec, rank: int, peer: int, seconds: float) -> P2PTimeoutError:
     """The error of a lane whose other end did not come."""
-    what, setting = "opening, before", "open_deadline"
     return P2PTimeoutError(
-        rank=rank, peer=peer, lane=str(spec), sequence=0, seconds=seconds, what=what, setting=setting
+        rank=rank,
+        peer=peer,
+        lane=str(spec),
+        sequence=0,
+        seconds=seconds,
+        what="opening, before",
+        setting="open_deadline",
     )
 
 

@@ -62,7 +62,8 @@ class Handshake:
     def say(self, what: str, batch: str | None = None) -> None:
         """Tell the peer that this rank is about to run ``what``, on a batch of that signature.
 
-        gloo delivers no message whose work is dropped: the last two are kept, and older ones the peer has heard.
+        gloo delivers no message whose work is dropped. A rank that begins a step has heard the peer in the one before,
+        which had then heard this rank two steps before: older works are done.
         """
         wire = self.lane.wire
         assert wire is not None
@@ -82,7 +83,11 @@ class Handshake:
             self._lost(error)
 
     def hear(self, seconds: float) -> str | None:
-        """What the peer runs, awaited up to ``seconds``, if it differs from this rank's; P2PError if it ended."""
+        """Wait until it is known what the peer runs, unless it is; that, if it differs from this rank's step.
+
+        Raises:
+            P2PError: the peer has ended, or ended the lane, or said nothing for so many ``seconds``.
+        """
         if (heard := self.heard) is None:
             if isinstance(self._coming, RuntimeError):
                 self._lost(self._coming)

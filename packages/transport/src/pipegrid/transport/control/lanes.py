@@ -35,13 +35,18 @@ _STREAMED_TICK_SECONDS = 0.002
 
 
 class Lanes(dict[LaneSpec, Lane]):
-    """The lanes that a rank opened together, by spec. A context manager: `close` at the end."""
+    """The lanes that a rank opened together, by spec. A context manager: `close` at the end.
+
+    Attributes:
+        submitter: starts the transfers of all of them.
+        on_device: whether messages complete in stream order, so that the order of their launches matters.
+        turn: how often this rank and its peers had opened lanes before.
+    """
 
     def __init__(self, submitter: Submitter, turn: int = 0) -> None:
         super().__init__()
-        self.submitter = submitter  # starts the transfers of all of them
-        self.turn = turn  # how often this rank and its peers had opened lanes before
-        self.on_device = False  # whether messages complete in stream order: the order of their launches matters
+        self.submitter, self.turn = submitter, turn
+        self.on_device = False
         self._ends: list[LaneTransfers] = []
         self._watchers: list[BackgroundThread] = []
         self._groups: list[Any] = []
@@ -71,28 +76,34 @@ class Lanes(dict[LaneSpec, Lane]):
         """Start the sends and receives of the block as one simultaneous batch, at its end; none of them if it raises.
 
         Communicators come in the order of calls; within a shared one, messages come in the order of lanes. Batches
-        inside a batch belong to it. ``together`` False starts them one after the other, at the end all the same;
-        ignored in strict mode and on shared communicators, where two ranks that both send first would wait for each
-        other.
+        inside a batch belong to it.
 
-        ``by_lane``: communicators come in the order of lanes, too, for an exchange in which every rank sends and
-        receives. In the order of calls, both ends would send first, and wait for each other where a GPU plays the
-        kernels of several communicators one by one.
+        Args:
+            together: False starts them one after the other, at the end all the same. Ignored in strict mode and on
+                shared communicators, where two ranks that both send first would wait for each other.
+            by_lane: communicators come in the order of lanes, too: for an exchange in which every rank sends and
+                receives. In the order of calls, both ends would send first, and wait for each other where a GPU plays
+                the kernels of several communicators one by one.
         """
-        return Batch(self.submitter, together or self.submitter.batches, by_lane)
+        return Batch(self.submitter, together=together or self.submitter.batches, by_lane=by_lane)
 
     @property
     def batches(self) -> bool:
-        """Whether a batch is more than its transfers one by one: as of `Submitter`, and one launch on device groups."""
+        """Whether a batch is more than its transfers one by one, in order of calls.
+
+        It is on shared communicators and in strict mode, where two ranks that both send first would wait for each
+        other, and on device groups, where it is one launch.
+        """
         return self.submitter.batches or self.on_device
 
     @contextmanager
     def in_order(self) -> Iterator[None]:
         """Start transfers of device groups in the order of calls inside the block: for the execution of a plan.
 
-        A receive whose shapes are not known yet then holds the host until its header has come. Later transfers would
-        else be launched before it, which gets stuck where a GPU plays the kernels of several communicators one by one.
-        In a plan that `verify` has proved for batches in order, the header comes without this rank's later actions.
+        A receive whose shapes are not known yet (the first of a lane without agreed shapes, each one in header mode)
+        then holds the host until its header has come. Later transfers would else be launched before it, which gets
+        stuck where a GPU plays the kernels of several communicators one by one. In a plan that `verify` has proved for
+        batches in order, the header comes without this rank's later actions. Over gloo nothing changes.
         """
         before = self.submitter.in_order
         self.submitter.in_order = before or self.on_device
@@ -105,8 +116,8 @@ class Lanes(dict[LaneSpec, Lane]):
     def patient(self, seconds: float) -> Iterator[None]:
         """Transfers for which no caller says how many have at least ``seconds`` inside the block.
 
-        Else a send that nobody waits for yet, or a receive whose header holds the host, ends the lanes at their
-        deadline.
+        A wait has its own. A send that nobody waits for yet, and a receive whose header holds the host (`in_order`),
+        else end the lanes at their deadline, also where a peer compiles for longer in a first step.
         """
         before = self.submitter.patience
         self.submitter.patience = max(before, seconds)
@@ -116,7 +127,10 @@ class Lanes(dict[LaneSpec, Lane]):
             self.submitter.patience = before
 
     def when_started(self, call: Callable[[], None]) -> None:
-        """See `Submitter.when_started`."""
+        """Call ``call`` when the transfers of this thread so far are started: now, or after the batch that it is in.
+
+        Not at all where the batch raises.
+        """
         self.submitter.when_started(call)
 
     def abort(self, reason: str) -> None:

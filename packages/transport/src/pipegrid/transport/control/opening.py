@@ -59,6 +59,9 @@ def open_lanes(
         carried: per lane, the lane of the plan that it carries: where the communicators of ``config`` are a plan's.
         beside: lanes of this rank, of the same config, which these join: batches and the end are of all.
 
+    Returns:
+        the lanes of this rank, with those of ``beside``: a dict with `Lanes.batch`, `Lanes.abort` and `Lanes.close`.
+
     Raises:
         P2PUsageError: a lane given twice, or beyond the world; settings, backend and device that do not go together.
         P2PMismatchError: the two sides of a lane were given different settings or shapes.
@@ -80,7 +83,7 @@ def open_lanes(
         connections = connector.connect(own) if kind_of(backend).peers else connector.stand_alone(own)
         for spec in sorted(mine, key=lambda spec: opening_key(spec.pair)):
             connection, index = connections.get(spec) or (Connection(LocalMover(place)), 0)
-            end = Endpoint(spec, here, place, settings, connection, index, fixed.get(spec))
+            end = Endpoint(spec, here, place, settings, connection, index, standing=fixed.get(spec))
             lanes[spec] = Lane(end, submitter)
             if end.wire is not None:
                 _prove(end, end.wire, (declared or {}).get(spec, ""))

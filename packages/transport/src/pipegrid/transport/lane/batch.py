@@ -91,12 +91,13 @@ class Submitter:
 
     def submit_pending(self, transfers: Sequence[Transfer], *, together: bool) -> None:
         """Start the transfers of a batch."""
-        ahead: dict[Any, int] = {}  # by lane, sends before the next one
+        ahead: dict[Any, int] = {}  # sends of each lane
         for transfer in (one for one in transfers if one.sending):
             lane: Any = transfer.lane
-            ahead[lane] = ahead.get(lane, -1) + 1
+            before = ahead.get(lane, 0)
+            ahead[lane] = before + 1
             try:
-                lane.check(transfer, ahead=ahead[lane])
+                lane.check(transfer, ahead=before)
             except P2PUsageError as error:
                 for one in transfers:
                     one.state, one.error = State.FAILED, error
@@ -151,8 +152,8 @@ class Submitter:
     def _start_in_order(self, transfers: Sequence[Transfer]) -> None:
         """Start numbered transfers, each receive that lacks its header once that has come.
 
-        What comes before it is started first: its header may depend on that. The lock is free meanwhile, for a lane's
-        thread.
+        What a batch has before such a receive is started first: its header may depend on that. The lock is free in the
+        meantime, as a lane's own thread takes it when a header has come.
         """
         if self.shares:
             transfers = _by_call(transfers)
@@ -169,8 +170,8 @@ class Submitter:
 
         Communicators start in the order of the transfers, the plan's: `verify(batches="in_order")` proves that order.
         On a lane's own communicator only neighbours in it are combined, so that none starts before its turn; on a
-        shared one all are one call, in the order of lanes. A batch has one stream: of one lane's sends or receives, or
-        shared, the caller's.
+        shared one all are one call, in the order of lanes, which all sides know. A batch has one stream: that of one
+        lane's sends or receives, or on a shared communicator the caller's.
         """
         batches: list[list[tuple[Any, Transfer]]] = []
         by_connection: dict[int, list[tuple[Any, Transfer]]] = {}
@@ -207,12 +208,12 @@ class Submitter:
 def _by_call(transfers: Sequence[Transfer]) -> list[Transfer]:
     """Transfers in order, those of a shared communicator at the place of its first: they are one call."""
     first: dict[int, int] = {}
-
-    def place(numbered: tuple[int, Any]) -> int:
-        connection = numbered[1].lane.connection
-        return first.setdefault(id(connection), numbered[0]) if connection.is_shared else numbered[0]
-
-    return [transfer for _, transfer in sorted(enumerate(transfers), key=place)]
+    places = []
+    for number, transfer in enumerate(transfers):
+        lane: Any = transfer.lane
+        connection = lane.connection
+        places.append(first.setdefault(id(connection), number) if connection.is_shared else number)
+    return [transfers[number] for number in sorted(range(len(places)), key=places.__getitem__)]
 
 
 def _settle(transfer: Transfer) -> None:

@@ -83,9 +83,14 @@ class LaneEnding:
         self.fail(self._timed_out(transfer), kind="timeout")
 
     def _timed_out(self, transfer: Transfer) -> P2PTimeoutError:
-        seconds, lane = math.inf if transfer.limit is None else transfer.limit.seconds, str(self.spec)
-        number, what = transfer.sequence, _verb(transfer)
-        return P2PTimeoutError(rank=self.rank, peer=self.peer, lane=lane, sequence=number, seconds=seconds, what=what)
+        return P2PTimeoutError(
+            rank=self.rank,
+            peer=self.peer,
+            lane=str(self.spec),
+            sequence=transfer.sequence,
+            seconds=math.inf if transfer.limit is None else transfer.limit.seconds,
+            what=_verb(transfer),
+        )
 
     def not_started(self, transfer: Transfer, error: RuntimeError) -> NoReturn:
         """Raise the cause where the backend did not take a transfer; the lane ends with it."""

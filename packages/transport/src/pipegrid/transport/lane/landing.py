@@ -48,7 +48,7 @@ class Landings:
         if alone and nbytes > self._largest:
             self._largest = nbytes + nbytes // _HEADROOM
         self._sizes.append(self._largest)
-        return alone and 0 < size >= nbytes
+        return alone and size > 0 and nbytes <= size
 
     def post(self, mover: Mover, index: int, tally: Tally) -> Landing | None:
         """Post the receive beside the next header of lane ``index``."""
@@ -80,7 +80,10 @@ class Landing:
     _form: ReceiveBuffers = field(init=False)
 
     def take(self, form: ReceiveBuffers) -> list[Tensor]:
-        """The tensors of the message, of ``form``: no views, as each has a graph of its own."""
+        """The tensors of the message that has come, which is one of ``form``.
+
+        No views: what is done to them in place has a graph of its own.
+        """
         self._form, memory = form, self._buffer.untyped_storage()
         with torch.inference_mode(False):
             return [

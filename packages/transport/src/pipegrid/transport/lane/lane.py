@@ -45,9 +45,20 @@ _Start = Callable[[Sequence[Tensor]], Ticket]
 
 
 class Lane:
-    """One end (or, on one rank, both) of the lane ``spec``, between this global ``rank`` and ``peer``.
+    """One end (or, on one rank, both) of a lane. Made by `open_lanes`.
 
-    Made by `open_lanes`; payloads live on ``device``; ``config`` has the settings that it was opened with.
+    Attributes:
+        spec: which lane.
+        rank: this global rank.
+        peer: the global rank at the other end.
+        device: where payloads live.
+        config: the settings it was opened with.
+        queue: transfers that were started, in order, and have not been seen to end.
+        transfers: those under way; waits for them.
+        ending: ends the lane, and sets the end of each transfer.
+        outgoing: what messages are, at the source.
+        incoming: what messages are, at the destination.
+        index: its number among the lanes of its communicator.
     """
 
     def __init__(self, end: Endpoint, submit: Submitter) -> None:
@@ -98,7 +109,10 @@ class Lane:
 
     @property
     def ahead(self) -> int:
-        """Receives that a step may post before their turn; none where order counts, or the lane posts them."""
+        """Receives that a step may post before their turn: none where the order of all transfers counts.
+
+        In a step whose messages it has learned, the lane posts them itself.
+        """
         return 0 if self._early is not None else self._most_ahead
 
     @property
@@ -194,15 +208,15 @@ class Lane:
         plain, submit, early = self.incoming.plain, self._submit, self._early
         if slot is not None:
             if not self.takes_slots:
-                raise P2PUsageError(
-                    f"lane {self.spec} has shapes={self.config.shape_mode!r}, a receive to a slot needs shapes that "
-                    "stay"
-                )
+                mode = self.config.shape_mode
+                raise P2PUsageError(f"lane {self.spec} has shapes={mode!r}, a receive to a slot needs shapes that stay")
             slot.reserve()
         if early:
             if shapes is not None and plain is not None and plain[0].shape != shapes:
-                is_shape = f"shapes is {shapes} in a receive on lane {self.spec}"
-                raise P2PUsageError(f"{is_shape}, and messages of this step are {plain[0].shape}")
+                raise P2PUsageError(
+                    f"shapes is {shapes} in a receive on lane {self.spec}, and messages of this step are "
+                    f"{plain[0].shape}"
+                )
             if not self._later:
                 return early.popleft()
         if (
@@ -256,7 +270,13 @@ class Lane:
         self.ending.require_alive()
 
     def renew(self) -> None:
-        """Agree on new shapes with the next message; both ends call it between the same two messages."""
+        """Forget the agreed shapes; the next message agrees on new ones.
+
+        Both ends must call it between the same two messages, for example between training and evaluation.
+
+        Raises:
+            P2PUsageError: see `require_renewable`.
+        """
         self.require_renewable()
         self._count_alone()
         self.outgoing.renew()
@@ -269,8 +289,9 @@ class Lane:
         """Begin a step of a ``batch`` signature that `learn` has noted at both ends; None announces each message.
 
         The first receives of such a step are posted now (`P2PConfig.receives_ahead`): how many there are is known.
-        Raises P2PMismatchError where the step before has received fewer messages than were sent for its signature
-        before.
+
+        Raises:
+            P2PMismatchError: the step before has received fewer messages than were sent for its signature before.
         """
         if self._early:
             raise P2PMismatchError(
@@ -306,10 +327,16 @@ class Lane:
                 self._bound.pop(self._steps.pop(next(iter(self._steps))).number, None)
 
     def require_renewable(self) -> None:
-        """Raise a P2PUsageError where every message is announced on this lane, or receives are under way."""
+        """Raise unless `renew` is possible now.
+
+        Raises:
+            P2PUsageError: every message is announced on this lane, or receives are under way.
+        """
         if not self.outgoing.contract.stands:
-            mode = self.config.shape_mode
-            raise P2PUsageError(f"lane {self.spec} has shapes={mode!r}, so there is nothing to renew between messages")
+            raise P2PUsageError(
+                f"lane {self.spec} has shapes={self.config.shape_mode!r}: every message is announced, "
+                "there is nothing to renew"
+            )
         if under_way := self.transfers.receives_under_way():
             raise P2PUsageError(f"lane {self.spec} has {under_way} receives under way; wait for them before renew()")
 
@@ -320,7 +347,11 @@ class Lane:
     # ---- Under the lock of the submitter: numbers, shapes, the backend
 
     def check(self, transfer: Transfer, *, ahead: int) -> None:
-        """Raise as `ShapeContract.check` for a send that `admit` would not start, ``ahead`` others before it."""
+        """Raise for a send that `admit` would not start, where ``ahead`` others go before it.
+
+        Raises:
+            P2PUsageError: see `ShapeContract.check`; nothing was sent.
+        """
         if transfer.signature is not None and self.ending.error is None:
             self.outgoing.contract.check(transfer.signature, self.sent + ahead, ahead=ahead)
 

@@ -82,7 +82,7 @@ class TransferLane(Protocol):
 class Transfer:
     """A message that is sent on a lane: the handle of its sender."""
 
-    lane: TransferLane  # the lane
+    lane: TransferLane
     sequence: int = -1  # the message's number on the lane, from 0; -1 until it is started
     ticket: Any = None  # the mover's, once it has the transfer
     tensors: Sequence[Tensor] = ()  # kept while the backend may use them
@@ -113,7 +113,10 @@ class Transfer:
     def wait(self, timeout: float | None = None) -> None:
         """Return when the transfer is done (on CUDA: when the current stream is ordered after it).
 
-        Repeatable, from any thread. ``timeout``: seconds, above 0 and at most a year; None is the lane's deadline.
+        May be called any number of times, from any thread.
+
+        Args:
+            timeout: seconds, above 0 and at most a year; None is the lane's deadline.
 
         Raises:
             P2PTimeoutError: not done by then. The lane is dead afterwards.

@@ -115,7 +115,10 @@ def _as_wire(tensor: Tensor) -> Tensor:
 
 
 def is_single_shape(x: Any) -> bool:
-    """Whether ``x`` is one shape: a `torch.Size`, a tuple of integers (``()`` is a scalar's), or a list of some."""
+    """Whether ``x`` is one shape: a `torch.Size`, a tuple of integers (``()`` is a scalar's), or a list of them.
+
+    An empty list is an empty list of shapes.
+    """
     if isinstance(x, torch.Size):
         return True
     if not isinstance(x, (tuple, list)) or (isinstance(x, list) and not x):

@@ -25,7 +25,7 @@ def mapped(function: Callable[..., Any], *values: Any) -> Any:
     if isinstance(first, dict):
         return {key: mapped(function, *[value[key] for value in values]) for key in first}
     if isinstance(first, (list, tuple)):
-        parts = [mapped(function, *parts) for parts in zip(*values, strict=True)]
+        parts = [mapped(function, *items) for items in zip(*values, strict=True)]
         return type(first)(*parts) if hasattr(first, "_fields") else type(first)(parts)  # a named tuple takes fields
     return function(*values)
 
@@ -93,7 +93,7 @@ def places(tree: Tree, path: str = "") -> Iterator[tuple[str, int | None]]:
 
 
 def select(tree: Tree, value: Any, mismatch: Callable[[str, Tree, Any], Exception], path: str = "") -> list[Any]:
-    """The parts of ``value`` at the leaves of a structure; a list and a tuple are alike.
+    """The parts of ``value`` at the leaves of a structure, in order; a list and a tuple are alike.
 
     Raises ``mismatch`` of the place, the structure there, and what ``value`` has in its stead.
     """

@@ -96,7 +96,10 @@ def abort_groups(groups: Iterable[Any], cause: str) -> list[Abort]:
 
 
 def abort_device_groups(cause: str) -> list[Abort]:
-    """Begin to abort every device group of this process, as a kernel that goes on holds up all other aborts."""
+    """Begin to abort every device group of this process at the same time, also those of the program itself.
+
+    For a failure of the job: a kernel of any group that goes on would hold up the aborts of all others.
+    """
     from pipegrid.topology.torch_compat import living_groups
 
     return abort_groups(living_groups(), cause)

@@ -43,7 +43,10 @@ class WaitLock:
         self._over = False
 
     def until(self, transfer: Transfer, *, posted: bool, left: Callable[[Transfer], float]) -> None:
-        """Return when ``transfer`` has ended, or is ``posted``; ``left``: seconds to follow another thread."""
+        """Return when ``transfer`` has ended, or (with ``posted``) when the backend has it.
+
+        ``left``: seconds left to follow another thread; ends the lane where there are none.
+        """
         while _is_open(transfer, posted=posted):
             if self.leader.acquire(blocking=False):
                 try:

@@ -32,9 +32,10 @@ def running():
 def test_a_silent_store_is_not_a_silent_peer():
     """Where members of a group meet, a stopped host of the store says nothing of the other end."""
     spec = GroupSpec((0, 1), "transport/0>1/data", shared=False)
+    opens = connector.Connector(0, backend="gloo", device=torch.device("cpu"), config=config())
     with (
         pytest.raises(P2PPeerError, match=r"rank 0 could not open lanes .* did not answer"),
-        connector._meeting({spec: [LaneSpec(0, 1)]}, 0, 3.0),
+        opens._meeting({spec: [LaneSpec(0, 1)]}),
     ):
         raise GroupStoreError("the store of the default process group did not answer")
 

@@ -12,7 +12,6 @@ from pipegrid.transport.messages.trees import (
     describe,
     flatten,
     mapped,
-    mapped_together,
     parts_of,
     places,
     select,
@@ -54,7 +53,7 @@ def test_a_value_is_its_structure_and_its_leaves(value):
 @given(TREES)
 def test_a_function_of_each_part_keeps_the_containers(value):
     assert mapped(lambda part: part, value) == value
-    assert mapped_together(lambda one, other: one is other, value, value) == mapped(lambda _: True, value)
+    assert mapped(lambda one, other: one is other, value, value) == mapped(lambda _: True, value)
 
 
 def test_subclasses_are_walked_and_only_named_tuples_and_lists_stay_what_they_are():
@@ -62,9 +61,7 @@ def test_subclasses_are_walked_and_only_named_tuples_and_lists_stay_what_they_ar
     doubled = mapped(lambda part: part and 2 * part, value)
     assert doubled == [Output(2, {"b": 4, "a": None})]
     assert type(doubled[0]) is Output
-    assert mapped_together(lambda one, other: (one or 0) + (other or 0), value, doubled) == [
-        Output(3, {"b": 6, "a": 0})
-    ]
+    assert mapped(lambda one, other: (one or 0) + (other or 0), value, doubled) == [Output(3, {"b": 6, "a": 0})]
     assert parts_of(value) == [1, None, 2]  # by key
 
 

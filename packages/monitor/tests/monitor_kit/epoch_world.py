@@ -18,7 +18,6 @@ from attrs import define, field
 from pipegrid.monitor import Epochs, FencedError, JobFailedError
 from pipegrid.monitor.epochs import epochs as module
 from pipegrid.monitor.epochs import heartbeat as heartbeat_module
-from pipegrid.monitor.epochs import joining as joining_module
 from pipegrid.monitor.epochs.stored_epochs import LEFT
 
 SMALL_STEP = 0.04
@@ -318,7 +317,7 @@ class World:
 
     def run(self):
         """Run all ranks to their ends, or raise."""
-        clocked = module, heartbeat_module, joining_module
+        clocked = module, heartbeat_module
         saved = module.BoundedCalls, module._started
         module.BoundedCalls, module._started = DirectCalls, lambda _: (threading.Event(), threading.current_thread())
         for each in clocked:

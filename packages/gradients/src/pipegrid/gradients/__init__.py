@@ -15,11 +15,7 @@ if TYPE_CHECKING:
     from pipegrid.gradients.clip import clip_grad_norm_
     from pipegrid.gradients.groups import collection_of
     from pipegrid.gradients.loss_scaler import LossScaler, scale_loss, unscale_gradients_
-    from pipegrid.gradients.main_grad import (
-        accumulate_in_main_grad,
-        fresh_gradients,
-        zero_main_grads,
-    )
+    from pipegrid.gradients.main_grad import accumulate_in_main_grad, fresh_gradients, zero_main_grads
     from pipegrid.gradients.output_layer import (
         clear_embedding_activation_buffer,
         deferred_weight_gradients,

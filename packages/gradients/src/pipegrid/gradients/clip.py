@@ -91,12 +91,10 @@ def clip_grad_norm_(
     layout = GradientLayout.of(modules, collections)
     layout.require_groups(("tp",))  # also on ranks without gradients
     for each in layout.trained:
-        gradient = accumulated(each.parameter)
-        if gradient is None:
-            continue
-        gradients.append(local_of(gradient))
-        if _counts(each, gradient) and gradients[-1].numel():
-            counted.append(gradients[-1])
+        if (gradient := accumulated(each.parameter)) is not None:
+            gradients.append(local_of(gradient))
+            if _counts(each, gradient) and gradients[-1].numel():
+                counted.append(gradients[-1])
     infinite = math.isinf(norm_type)
     # float64 in between: the sum of powers is then the same to the last float32 bit however it is cut over ranks.
     # Beside it whether any part is NaN: not every backend's MAX hands a NaN on, and ranks would disagree.
@@ -143,11 +141,8 @@ def _counts(layout: ParameterGradient, gradient: torch.Tensor) -> bool:
                 f"a DTensor gradient has the placements {placements}, of which a norm needs the sum: call "
                 "reduce_gradients first"
             )
-        coordinates = device_mesh.get_coordinate() or ()
-        first_of_mesh = all(
-            not placement.is_replicate() or not coordinate
-            for placement, coordinate in zip(placements, coordinates, strict=True)
-        )
+        places = zip(placements, device_mesh.get_coordinate() or (), strict=True)
+        first_of_mesh = all(not placement.is_replicate() or not coordinate for placement, coordinate in places)
     return (
         first_of_mesh
         and _first_outside(mesh, layout.replicas, layout)

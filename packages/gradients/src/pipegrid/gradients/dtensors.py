@@ -28,10 +28,7 @@ def mesh_ranks(tensor: Any) -> frozenset[int]:
 
 def local_of(tensor: Any) -> torch.Tensor:
     """The shard of a DTensor on this rank, sharing its memory; any other tensor itself. Call it without grad mode."""
-    if not is_dtensor(tensor):
-        plain: torch.Tensor = tensor
-        return plain
-    shard: torch.Tensor = tensor.to_local()
+    shard: torch.Tensor = tensor.to_local() if is_dtensor(tensor) else tensor
     return shard
 
 
@@ -41,22 +38,12 @@ def sharded_like(parameter: Any, shard: torch.Tensor) -> torch.Tensor:
         return shard
     from torch.distributed.tensor import DTensor
 
-    whole: torch.Tensor = DTensor.from_local(
-        shard,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
-    return whole
+    mesh, placements, shape = parameter.device_mesh, parameter.placements, parameter.shape
+    return DTensor.from_local(shard, mesh, placements, run_check=False, shape=shape, stride=parameter.stride())
 
 
 def replicating_groups(parameter: Any) -> list[dist.ProcessGroup]:
-    """The groups, by mesh dim, of ranks that hold a DTensor's shard alike; none of another tensor.
-
-    Over these, gradients may be parts of a sum.
-    """
+    """The groups, by mesh dim, that hold a DTensor's shard alike: over these, gradients may be parts of a sum."""
     if not is_dtensor(parameter):
         return []
     mesh = parameter.device_mesh

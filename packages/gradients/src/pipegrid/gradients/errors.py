@@ -4,9 +4,7 @@ from __future__ import annotations
 
 
 class GradientError(ValueError):
-    """Gradients that cannot be reduced, tied, deferred, clipped or scaled correctly as asked.
-
-    Also a loss scale outside of its range.
+    """Gradients that cannot be reduced, tied, deferred, clipped or scaled correctly as asked; or a wrong loss scale.
 
     Examples:
         >>> LossScale(scale=-1.0)

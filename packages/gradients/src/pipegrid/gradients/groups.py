@@ -25,8 +25,7 @@ def collection_of(collections: Any, name: str) -> Any:
         >>> collection_of(ProcessGroupCollection(), "language").dp is None
         True
     """
-    by_name = collections_by_name(collections)
-    if by_name is None:
+    if (by_name := collections_by_name(collections)) is None:
         if not hasattr(collections, "dp") and not hasattr(collections, "dp_cp"):
             raise GradientError(f"collections is {shown(collections)}; it must have the group `dp` or `dp_cp`")
         return collections
@@ -39,11 +38,8 @@ def collections_by_name(collections: Any) -> Mapping[str, Any] | None:
     """The collections of several modules by name; None where there is one for all."""
     if isinstance(collections, Mapping):
         return collections
-    for name in ("modules", "module_pgs"):
-        by_name = getattr(collections, name, None)
-        if by_name is not None and isinstance(by_name, Mapping):
-            return by_name
-    return None
+    found = (getattr(collections, name, None) for name in ("modules", "module_pgs"))
+    return next((by_name for by_name in found if isinstance(by_name, Mapping)), None)
 
 
 def group_of(collections: Any, module: str, name: str) -> Any:
@@ -64,13 +60,9 @@ def replica_group(collections: Any, name: str) -> dist.ProcessGroup | None:
 
 
 def require_groups(collections: Any, name: str, dims: Iterable[str] = ()) -> None:
-    """Raise unless the collection has the replicas that its grid's sizes demand, and the groups of ``dims``.
-
-    Of a collection made by hand, without a ``grid``, the sizes are not known.
-    """
+    """Raise unless the collection has the groups, of replicas and ``dims``, that its grid's sizes, if any, demand."""
     collection = collection_of(collections, name)
-    grid = getattr(collection, "grid", None)
-    if grid is None:
+    if (grid := getattr(collection, "grid", None)) is None:
         return
     sizes = dict(zip(grid.dim_names, grid.shape, strict=True))
     absent: list[Any] = []
@@ -79,8 +71,7 @@ def require_groups(collections: Any, name: str, dims: Iterable[str] = ()) -> Non
     elif sizes.get("dp", 1) > 1:
         absent += ["dp"] if replica_group_or_none(collection) is None else []
     absent += [dim for dim in dims if sizes.get(dim, 1) > 1 and getattr(collection, dim, None) is None]
-    absent = [each for place, each in enumerate(absent) if each not in absent[:place]]
-    if absent:
+    if absent := [each for place, each in enumerate(absent) if each not in absent[:place]]:
         shape = " x ".join(f"{dim} {size}" for dim, size in sizes.items())
         raise GradientError(
             f"module {name!r} has a grid of {shape}, and its process groups lack {absent}: replicas would drift apart, "
@@ -92,10 +83,9 @@ def require_groups(collections: Any, name: str, dims: Iterable[str] = ()) -> Non
 def replica_group_or_none(collection: Any) -> dist.ProcessGroup | None:
     """The group of a collection's replicas, dp x cp; None where it has none, or one over a part of them."""
     group: dist.ProcessGroup | None = getattr(collection, "dp_cp", None)
-    if group is not None or size_of(getattr(collection, "cp", None)) > 1:
-        return group
-    data_parallel: dist.ProcessGroup | None = getattr(collection, "dp", None)
-    return data_parallel
+    if group is None and size_of(getattr(collection, "cp", None)) <= 1:
+        group = getattr(collection, "dp", None)
+    return group
 
 
 def size_of(group: dist.ProcessGroup | None) -> int:

@@ -16,47 +16,29 @@ from attrs import define, field, frozen, setters
 
 from pipegrid.gradients.dtensors import fsdp_divisors, is_dtensor, mesh_ranks, replicating_groups
 from pipegrid.gradients.errors import GradientError
-from pipegrid.gradients.groups import (
-    collection_of,
-    replica_group,
-    replica_group_or_none,
-    require_groups,
-    size_of,
-)
+from pipegrid.gradients.groups import collection_of, replica_group, replica_group_or_none, require_groups, size_of
 from pipegrid.gradients.main_grad import Modules, accumulation_dtype, named_modules
 
 
 @define
 class TieMark:
-    """The mark of a tied parameter (``parameter.tied``).
-
-    Attributes:
-        name: of the tie.
-        over_replicas: its ``REDUCE`` also sums over replicas; the data-parallel reduction must not repeat that.
-        summed: the ``REDUCE`` of this step is done, and its result not yet used.
-    """
+    """The mark of a tied parameter (``parameter.tied``)."""
 
     name: str = field(on_setattr=setters.frozen)
+    # Its ``REDUCE`` also sums over replicas; the data-parallel reduction must not repeat that.
     over_replicas: bool = field(on_setattr=setters.frozen)
-    summed: bool = field(default=False, eq=False)
+    summed: bool = field(default=False, eq=False)  # the ``REDUCE`` of this step is done, and its result not yet used
 
 
 class Marks(NamedTuple):
-    """The attributes of a parameter that decide on its gradient.
+    """The attributes of a parameter that decide on its gradient."""
 
-    Attributes:
-        tie: ``tied``; None for a parameter that is not tied.
-        replica: ``tied_replica``, another copy of the tie counts for the norm.
-        expert: ``allreduce=False`` (Megatron's) or ``expert``, with replicas of its own.
-        partial: ``sequence_parallel`` (Megatron's) or ``partial_over_tp``: whole on every tp rank, its gradient a part.
-        sharded: ``tensor_model_parallel``, over tp.
-    """
-
-    tie: TieMark | None = None
-    replica: bool = False
-    expert: bool = False
+    tie: TieMark | None = None  # ``tied``; None for a parameter that is not tied
+    replica: bool = False  # ``tied_replica``, another copy of the tie counts for the norm
+    expert: bool = False  # ``allreduce=False`` (Megatron's) or ``expert``, with replicas of its own
+    # ``sequence_parallel`` (Megatron's) or ``partial_over_tp``: whole on every tp rank, its gradient a part.
     partial: bool = False
-    sharded: bool = False
+    sharded: bool = False  # ``tensor_model_parallel``, over tp
 
 
 _NO_MARKS = Marks()
@@ -78,33 +60,23 @@ def marks_of(parameter: torch.nn.Parameter) -> Marks:
 
 @frozen(eq=False)
 class ParameterGradient:
-    """The gradient of one parameter.
+    """The gradient of one parameter."""
 
-    Attributes:
-        module: the name of the first module that has the parameter.
-        name: of the parameter in that module; of a module with several stages here behind the stage's place among them.
-        marks: its attributes, when the layout was made.
-        replicas: their group, that of an expert's view for an expert's; None where there is no group.
-        tensor: the tensor-parallel ranks, likewise.
-        module_replicas: the number of replicas of the module.
-        mesh: the ranks that hold the shards of a DTensor; none of another parameter.
-        alike: the groups inside of the mesh that hold a shard alike: over these, the gradient may be parts of a sum.
-        by_fsdp: whether ``fully_shard`` reduces it, and has divided it by ``divided``; else 1.
-        dtype: in which it accumulates.
-    """
-
-    module: str
+    module: str  # the name of the first module that has the parameter
+    # Of the parameter in that module; of a module with several stages here behind the stage's place among them.
     name: str
     parameter: torch.nn.Parameter
-    marks: Marks
+    marks: Marks  # its attributes, when the layout was made
+    # The group of replicas, that of an expert's view for an expert's; None where there is no group.
     replicas: dist.ProcessGroup | None
-    tensor: dist.ProcessGroup | None
-    module_replicas: int
-    mesh: frozenset[int]
+    tensor: dist.ProcessGroup | None  # the tensor-parallel ranks, likewise
+    module_replicas: int  # the number of replicas of the module
+    mesh: frozenset[int]  # the ranks that hold the shards of a DTensor; none of another parameter
+    # The groups inside of the mesh that hold a shard alike: over these, the gradient may be parts of a sum.
     alike: tuple[dist.ProcessGroup, ...]
-    by_fsdp: bool
-    divided: float
-    dtype: torch.dtype
+    by_fsdp: bool  # whether ``fully_shard`` reduces it
+    divided: float  # by this ``fully_shard`` has divided it; else 1
+    dtype: torch.dtype  # in which it accumulates
 
     @property
     def summed_over(self) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
@@ -164,11 +136,9 @@ class GradientLayout:
         return (each for each in self.gradients if each.parameter.requires_grad)
 
     def require_groups(self, dims: Iterable[str] = ()) -> None:
-        """Raise for a module without a group that a sum, or with ``dims`` a norm, needs.
+        """Raise GradientError for a module without a group that a sum, or with ``dims`` a norm, needs.
 
-        Raises:
-            GradientError: the sizes of a collection's grid demand the group, or an expert or cp ranks do. ``dims`` are
-                needed where the module has a parameter that is not sharded.
+        Its grid's sizes demand it, or an expert or cp ranks do; ``dims``, where a parameter is not sharded.
         """
         whole = {each.module for each in self.gradients if not (is_dtensor(each.parameter) or each.marks.sharded)}
         for name in self.names:
@@ -198,16 +168,16 @@ def _gradients(modules: Modules, collections: Any, divided: dict[int, float | No
             marks, by_fsdp = marks_of(parameter), id(parameter) in divided
             replicas, tensor = expert if marks.expert else plain
             yield ParameterGradient(
-                module,
-                prefix + name,
-                parameter,
-                marks,
-                replicas,
-                tensor,
-                size_of(own),
-                mesh_ranks(parameter),
-                tuple(replicating_groups(parameter)),
-                by_fsdp,
-                (divided[id(parameter)] or size_of(replicas)) if by_fsdp else 1.0,
-                accumulation_dtype(parameter),
+                module=module,
+                name=prefix + name,
+                parameter=parameter,
+                marks=marks,
+                replicas=replicas,
+                tensor=tensor,
+                module_replicas=size_of(own),
+                mesh=mesh_ranks(parameter),
+                alike=tuple(replicating_groups(parameter)),
+                by_fsdp=by_fsdp,
+                divided=(divided[id(parameter)] or size_of(replicas)) if by_fsdp else 1.0,
+                dtype=accumulation_dtype(parameter),
             )

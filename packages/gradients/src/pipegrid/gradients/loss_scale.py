@@ -78,7 +78,6 @@ def to_state(state: LossScale) -> dict[str, Any]:
 
 def from_state(settings: LossScale, saved: Mapping[str, Any]) -> LossScale:
     """The loss scale of a checkpoint, with the rules of ``settings``."""
-    lacking = [name for name in _CHANGING if name not in saved]
-    if lacking:
+    if lacking := [name for name in _CHANGING if name not in saved]:
         raise GradientError(f"a saved loss scale has no {lacking[0]!r}; it has {list(saved)}")
     return evolve(settings, **{name: saved[name] for name in _CHANGING})

@@ -59,12 +59,10 @@ def unscale_gradients_(
     found = torch.zeros((), dtype=torch.float32, device=device_of(modules, job_group))
     foreach.scale_(gradients, 1.0 / scale)
     # Checked after dividing: with a scale below 1, a finite gradient may overflow there.
-    filled = [gradient for gradient in gradients if gradient.numel()]
-    if filled:
+    if filled := [gradient for gradient in gradients if gradient.numel()]:
         found += (~foreach.norms(filled, math.inf).isfinite()).any()
-    reduce_few(found, job_group, dist.ReduceOp.MAX)(
-        Waiting(deadline, what="the look for overflows in unscale_gradients_()")
-    )
+    waiting = Waiting(deadline, what="the look for overflows in unscale_gradients_()")
+    reduce_few(found, job_group, dist.ReduceOp.MAX)(waiting)
     return bool(found.item())
 
 

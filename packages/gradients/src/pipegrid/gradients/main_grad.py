@@ -68,12 +68,11 @@ def accumulate_in_main_grad(modules: Modules, *, dtype: torch.dtype = torch.floa
     """
     parameters = [parameter for _, parameter in parameters_of(modules)]
     for parameter in parameters:
+        what = f"a parameter of shape {tuple(parameter.shape)}"
         if torch.promote_types(parameter.dtype, dtype) != dtype:
-            raise GradientError(
-                f"a parameter of shape {tuple(parameter.shape)} is {parameter.dtype}, which {dtype} cannot hold"
-            )
+            raise GradientError(f"{what} is {parameter.dtype}, which {dtype} cannot hold")
         if keeps_main_grad(parameter):
-            raise GradientError(f"a parameter of shape {tuple(parameter.shape)} keeps a main_grad already")
+            raise GradientError(f"{what} keeps a main_grad already")
     handles = []
     for parameter in parameters:
         parameter.main_grad = None  # type: ignore[attr-defined]
@@ -95,11 +94,9 @@ def zero_main_grads(modules: Modules, *, set_to_none: bool = True) -> None:
     """
     for parameter in {parameter for _, module in named_modules(modules) for parameter in module.parameters()}:
         held = accumulated(parameter) if keeps_main_grad(parameter) else None
-        if held is None:
-            continue
-        if set_to_none and not has_foreign_buffer(parameter):
+        if held is not None and set_to_none and not has_foreign_buffer(parameter):
             parameter.main_grad = None  # type: ignore[attr-defined]
-        else:
+        elif held is not None:
             held.zero_()
 
 
@@ -175,26 +172,20 @@ def replace_accumulated(parameter: torch.nn.Parameter, gradient: torch.Tensor | 
         parameter.grad = gradient
 
 
-_NO_MAIN_GRAD = object()
-
-
 def keeps_main_grad(parameter: torch.nn.Parameter) -> bool:
     """Whether the parameter's gradients are summed in ``main_grad``."""
     return hasattr(parameter, "main_grad")
 
 
 def has_foreign_buffer(parameter: torch.nn.Parameter) -> bool:
-    """Whether ``main_grad`` is a buffer of another library, which may know its address: it is written, never replaced.
-
-    No hook of `accumulate_in_main_grad` writes it.
-    """
+    """Whether ``main_grad`` is another library's buffer: written, never replaced, and by no hook of ours."""
     return keeps_main_grad(parameter) and not hasattr(parameter, "main_grad_dtype")
 
 
 def accumulated(parameter: torch.nn.Parameter) -> torch.Tensor | None:
     """The sum that the backwards have left: ``main_grad`` where the parameter keeps one, else ``grad``."""
-    found: Any = getattr(parameter, "main_grad", _NO_MAIN_GRAD)
-    if found is _NO_MAIN_GRAD:
+    found: Any = getattr(parameter, "main_grad", ...)
+    if found is ...:
         return parameter.grad
     return found if isinstance(found, torch.Tensor) else None
 
@@ -209,8 +200,7 @@ def accumulation_dtype(parameter: torch.nn.Parameter) -> torch.dtype:
 
 def set_accumulated(parameter: torch.nn.Parameter, value: torch.Tensor) -> None:
     """Put ``value`` in the place of `accumulated`: into its storage where there is one, else a copy of it."""
-    held = accumulated(parameter)
-    if held is not None:
+    if (held := accumulated(parameter)) is not None:
         local_of(held).copy_(local_of(value))
         return
     value = sharded_like(parameter, value)
@@ -222,8 +212,7 @@ def set_accumulated(parameter: torch.nn.Parameter, value: torch.Tensor) -> None:
 
 def add_gradient(parameter: torch.nn.Parameter, gradient: torch.Tensor) -> None:
     """Add one microbatch's gradient, made outside of autograd's own accumulation (deferred or split backwards)."""
-    held = accumulated(parameter)
-    if held is None:
+    if (held := accumulated(parameter)) is None:
         set_accumulated(parameter, gradient)
     else:
         held.add_(gradient)

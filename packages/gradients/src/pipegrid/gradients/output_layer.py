@@ -126,13 +126,13 @@ def _weight_gradient(x: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
 
 
 def _gather(x: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """The shards of all ranks, concatenated along the first axis."""
     whole, handle = _start_gather(x, group)
     wait_inside(handle)
     return whole
 
 
 def _start_gather(x: torch.Tensor, group: dist.ProcessGroup | None) -> tuple[torch.Tensor, Any]:
+    """The shards of all ranks, concatenated along the first axis, once what is given beside them has ended."""
     whole = x.new_empty((x.shape[0] * dist.get_world_size(group), *x.shape[1:]))
     return whole, gather_flat(whole, x.contiguous(), group)
 
@@ -165,8 +165,7 @@ def clear_embedding_activation_buffer(config: Any, model: Any, is_last_stage: bo
     """
     if not is_last_stage or not getattr(config, "defer_embedding_wgrad_compute", False):
         return None
-    chunk = model[-1] if isinstance(model, (list, tuple)) and model else model
-    inner = chunk
+    inner = chunk = model[-1] if isinstance(model, (list, tuple)) and model else model
     while inner is not None and not _has_buffers(inner):
         inner = getattr(inner, "module", None)
     if inner is None:
@@ -180,9 +179,9 @@ def clear_embedding_activation_buffer(config: Any, model: Any, is_last_stage: bo
 def finish_embedding_wgrad_compute(config: Any, embedding_module: Any, is_last_stage: bool, tp_group: Any) -> None:
     """Compute the deferred weight gradients of the output layer, oldest first, and empty the buffers.
 
-    Added to the weight's ``main_grad`` if it has one, else to ``grad``: with all microbatches deferred, the same
-    sum in the same order as without deferral. Under sequence parallelism, the gather of the next microbatch's input
-    overlaps this one's product. No effect with empty buffers.
+    Added to the weight's ``main_grad`` if it has one, else to ``grad``: with all microbatches deferred, the same sum in
+    the same order as without deferral. Under sequence parallelism, the gather of the next microbatch's input overlaps
+    this one's product. No effect with empty buffers.
 
     Args:
         config: ``defer_embedding_wgrad_compute``, ``sequence_parallel``.
@@ -250,8 +249,7 @@ def _without_buffers(module: Any) -> GradientError:
 
 
 def _weight_of(module: Any) -> torch.nn.Parameter:
-    weight = getattr(getattr(module, "output_layer", None), "weight", None)
-    if weight is None:
+    if (weight := getattr(getattr(module, "output_layer", None), "weight", None)) is None:
         weight = getattr(module, "shared_embedding_or_output_weight", lambda: None)()
     if not isinstance(weight, torch.nn.Parameter):  # another tensor would lose its gradient
         raise GradientError(f"{type(module).__name__} has no Parameter as output_layer.weight, nor a shared one")

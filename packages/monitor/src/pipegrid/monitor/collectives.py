@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -40,19 +41,12 @@ _STORE_AGAIN_SECONDS = 10.0  # until one that was silent is asked again
 
 @frozen
 class Waiting:
-    """Settings of waits for collectives beside the plan. On CUDA only the current stream waits, not the host.
+    """Settings of waits for collectives beside the plan. On CUDA only the current stream waits, not the host."""
 
-    Attributes:
-        deadline: seconds for each collective; None leaves it to the group's own timeout.
-        monitor: of the job, whose deadline and failures then end a wait.
-        what: the collectives are, for errors.
-        of_step: whether a step waits, whose end records the first failure before it cuts the groups.
-    """
-
-    deadline: float | None = None
-    monitor: Monitor | None = None
-    what: str = REDUCTION
-    of_step: bool = False
+    deadline: float | None = None  # seconds for each collective; None leaves it to the group's own timeout
+    monitor: Monitor | None = None  # of the job, whose deadline and failures then end a wait
+    what: str = REDUCTION  # the collectives are, for errors
+    of_step: bool = False  # whether a step waits, whose end records the first failure before it cuts the groups
 
     def wait(
         self, work: Work | None, tensor: torch.Tensor, group: dist.ProcessGroup | None, *, host: bool = False
@@ -91,21 +85,17 @@ class Waiting:
         if not isinstance(work, SmallAllGather):
             return long_waits().absent(self.what, ranks)
         absent = [ranks[index] for index in work.missing()]
-        has = f"{listed(absent)} {'has' if len(absent) == 1 else 'have'}"
-        return long_waits().absent(self.what, absent) or f"{has} not joined it"
+        return long_waits().absent(self.what, absent) or _lacking(absent)
 
     def _finish(self, work: Work, group: dist.ProcessGroup | None, *, on_device: bool, host: bool) -> NotDone | None:
-        earlier = device_collectives.failed()
-        if earlier is not None:
-            _, error = earlier
-            return NotDone.of(error)
+        if (earlier := device_collectives.failed()) is not None:
+            return NotDone.of(earlier[1])
         deadline = self.deadline if self.monitor is None else self.monitor.deadline or self.deadline
         if deadline is None or (on_device and not host) or not dist.is_initialized():
             if self.monitor is not None:
                 return self.monitor.finish(work, group, self.what, on_device=on_device, host=host)
             return finish(work, group, on_device=on_device, host=host)
-        began = time.monotonic()
-        said = False
+        began, said = time.monotonic(), False
 
         def look() -> None:
             nonlocal said
@@ -125,12 +115,11 @@ class Waiting:
         return failed
 
 
-@define(eq=False)
+@define(eq=False, slots=False)
 class LongWaits:
     """One rank's access to the records of long waits; the store is connected at the first one."""
 
     rank: int
-    _store: ControlStore | None = None
     _said: bool = field(default=False, init=False)
     _silent_until: float = field(default=0.0, init=False)
 
@@ -154,8 +143,7 @@ class LongWaits:
             if rank != self.rank and said and other != what:
                 apart.setdefault(other, []).append(rank)
         texts = [
-            f"{listed(those)} {'has' if len(those) == 1 else 'have'} not joined it"
-            + (f", and {'waits' if len(those) == 1 else 'wait'} for {other}" if other else "")
+            _lacking(those) + (f", and {'waits' if len(those) == 1 else 'wait'} for {other}" if other else "")
             for other, those in apart.items()
         ]
         return "; ".join(texts)
@@ -169,16 +157,15 @@ class LongWaits:
             self._silent_until = time.monotonic() + _STORE_AGAIN_SECONDS
             return None
 
-    def _connected(self) -> ControlStore:
-        if self._store is None:
-            self._store = control_store("long waits")
-        return self._store
+    @cached_property
+    def _store(self) -> ControlStore:
+        return control_store("long waits")
 
     def _write(self, text: str) -> None:
-        self._connected().set(f"wait/{self.rank}", text)
+        self._store.set(f"wait/{self.rank}", text)
 
     def _read(self, ranks: Sequence[int]) -> dict[int, str]:
-        store = self._connected()
+        store = self._store
         found = {rank: store.get(key).decode() for rank in ranks if store.check([key := f"wait/{rank}"])}
         return {rank: str(json.loads(text)) for rank, text in found.items() if text}
 
@@ -197,6 +184,10 @@ def long_waits() -> LongWaits:
 def texts_of_ranks(text: str, group: dist.ProcessGroup, device: torch.device, waiting: Waiting) -> dict[int, str]:
     """The ``text`` of each rank of ``group``, by rank of the world; the host waits for it."""
     return gather_text(text, group, device, lambda work, every: waiting.wait(work, every, group, host=True))
+
+
+def _lacking(ranks: Sequence[int]) -> str:
+    return f"{listed(ranks)} {'has' if len(ranks) == 1 else 'have'} not joined it"
 
 
 def _ranks(group: dist.ProcessGroup | None) -> list[int]:

@@ -35,27 +35,21 @@ class ControlStore(Protocol):
 
     def set(self, key: str, value: str, /) -> None:
         """Write a value."""
-        ...
 
     def get(self, key: str, /) -> bytes:
         """Read a value that is there."""
-        ...
 
     def add(self, key: str, amount: int, /) -> int:
         """Add to a counter (absent ones are 0) and return the sum, atomically."""
-        ...
 
     def check(self, keys: list[str], /) -> bool:
         """Whether all keys are there."""
-        ...
 
     def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
         """Write ``desired`` if the value is ``expected`` (empty: absent); return the value after that."""
-        ...
 
     def delete_key(self, key: str, /) -> bool:
         """Remove a value."""
-        ...
 
 
 STORE_VERBS = ("set", "get", "add", "check", "compare_set", "delete_key")
@@ -68,7 +62,7 @@ def bounded_store(
 ) -> ControlStore:
     """``store``, of which every call ends within ``seconds``, with an answer or a `SilentStoreError`.
 
-    ``stuck``: the same while an earlier call has not returned, so that a store that is silent is waited for once.
+    ``stuck``: the same while an earlier call has not returned: a silent store is waited for once.
     """
     names = (*STORE_VERBS, _READ_ALL) if hasattr(store, _READ_ALL) else STORE_VERBS
 
@@ -133,8 +127,6 @@ class Control:
     _runs: str = field(default="", init=False)  # what this rank last announced
     _passed: int | None = field(default=None, init=False)  # a step at which no rank looks any more
 
-    # Positions
-
     def publish(self, position: str, *, last: bool = False) -> None:
         """Publish this rank's place; ``last`` if it goes no further."""
         self.store.set(f"{'last' if last else 'position'}/{self.rank}", json.dumps([position, time.time()]))
@@ -144,8 +136,8 @@ class Control:
         end = time.monotonic() + seconds
         while not self.store.check([f"last/{rank}" for rank in self.ranks]) and time.monotonic() < end:
             time.sleep(_POLL_SECONDS)
-        last = self._read("last", self.ranks)
-        silent = self._read("position", [rank for rank in self.ranks if rank not in last])
+        last = self.read("last")
+        silent = self.read("position", [rank for rank in self.ranks if rank not in last])
         places = {rank: str(json.loads(said)[0]) for rank, said in last.items()}
         for rank, said in silent.items():
             text, said_at = json.loads(said)
@@ -153,22 +145,18 @@ class Control:
             places[rank] = f"{text} (last heard {max(0.0, time.time() - said_at):.1f} s ago)"
         return {rank: places.get(rank, _UNHEARD) for rank in self.ranks}
 
-    def read(self, what: str) -> dict[int, bytes]:
-        """The values of the keys ``what/rank`` of all ranks that are there."""
-        return self._read(what, self.ranks)
+    def read(self, what: str, ranks: Sequence[int] | None = None) -> dict[int, bytes]:
+        """The values of the keys ``what/rank`` that are there, of all ranks or ``ranks``.
 
-    def _read(self, what: str, ranks: Sequence[int]) -> dict[int, bytes]:
-        """The values of the keys ``what/rank`` that are there; a few calls, unless many are not."""
-        if not ranks:
-            return {}
+        A few calls, unless many are not there.
+        """
+        ranks = self.ranks if ranks is None else ranks
         keys = [f"{what}/{rank}" for rank in ranks]
-        if self.store.check(keys):
+        if keys and self.store.check(keys):
             read: Callable[[list[str]], list[bytes]] | None = getattr(self.store, _READ_ALL, None)
             return dict(zip(ranks, [self.store.get(key) for key in keys] if read is None else read(keys), strict=True))
         half = len(ranks) // 2
-        return self._read(what, ranks[:half]) | self._read(what, ranks[half:]) if half else {}
-
-    # Failures
+        return self.read(what, ranks[:half]) | self.read(what, ranks[half:]) if half else {}
 
     def record(self, text: str, *, disagreement: bool = False, rank: int | None = None) -> Failure:
         """Record a failure of this rank, or of ``rank``; the first one of the job, which another may have recorded."""
@@ -179,12 +167,10 @@ class Control:
         """The job's first failure, if there is one."""
         return Failure(*json.loads(self.store.get("failure"))) if self.store.check(["failure"]) else None
 
-    # Agreement
-
     def announce(self, step: int, what: str) -> bool:
         """Publish what this rank runs as its ``step``-th step; whether the first rank to arrive runs the same.
 
-        Two calls of the store. Where ranks differ, the last one to arrive looks up who runs what, and records it.
+        Two calls of the store. Where ranks differ, the last one to arrive records who runs what.
         """
         key = f"step/{step}/first"
         same: bool = what == json.loads(self.store.compare_set(key, "", json.dumps([self.rank, what])))[1]
@@ -242,21 +228,16 @@ class Control:
         return come, different
 
     def _said(self, step: int, *, all_have_come: bool = False) -> dict[int, str]:
-        """The announced plan of each rank for a step, by rank, as far as ranks have announced one.
-
-        A rank announces none where it runs the same as before, and the same as the first rank to arrive.
-        """
+        """The plan of each rank for a step, as announced: not where it is as before and as that of the first rank."""
         first, what = json.loads(self.store.get(f"step/{step}/first"))
-        said = {rank: json.loads(value) for rank, value in self._read("runs", self.ranks).items()}
+        said = {rank: json.loads(value) for rank, value in self.read("runs").items()}
         known = dict.fromkeys(self.ranks if all_have_come else [first], what)
         return dict(sorted((known | {rank: what for rank, (at, what) in said.items() if at == step}).items()))
 
 
 def _difference(step: int, said: dict[int, str]) -> str:
-    table = "; ".join(by_text(said))
-    return (
-        f"the ranks do not run the same step {step}: {table}. Give every rank the same plan, so the same microbatches"
-    )
+    table = f"the ranks do not run the same step {step}: {'; '.join(by_text(said))}"
+    return f"{table}. Give every rank the same plan, so the same microbatches"
 
 
 def silent(error: BaseException) -> str:

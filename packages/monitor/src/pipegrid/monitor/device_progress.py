@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any
 
 from pipegrid.transport.waits.aborts import device_aborts
 
@@ -12,35 +12,22 @@ if TYPE_CHECKING:
     import torch
 
 
-class DeviceEvent(Protocol):
-    """A point in a device's work."""
-
-    def query(self) -> bool:
-        """Whether the device has passed it. Never blocks."""
-        ...
-
-
 def progress_of(device: torch.device) -> DeviceProgress | None:
     """The progress of a device; None where its work is done when a call returns."""
     from pipegrid.transport import streams  # torch: the rest of the monitor works without
 
-    def mark() -> DeviceEvent:
-        event: DeviceEvent
-        (event,) = streams.mark(device)
-        return event
-
-    return DeviceProgress(mark) if streams.has_streams(device) else None
+    return DeviceProgress(lambda: streams.mark(device)[0]) if streams.has_streams(device) else None
 
 
 class DeviceProgress:
-    """A hook that marks the device's work after each action; ``mark`` makes a mark after all that was issued so far.
+    """A hook that marks the device's work after each action: ``mark`` makes an event after all that was issued so far.
 
-    One thread runs actions, another asks: a deque's ends may be used from both without a lock.
+    One thread runs actions, another asks: a deque's ends need no lock.
     """
 
-    def __init__(self, mark: Callable[[], DeviceEvent]) -> None:
+    def __init__(self, mark: Callable[[], Any]) -> None:
         self._mark = mark
-        self._open: deque[tuple[object, DeviceEvent]] = deque()
+        self._open: deque[tuple[object, Any]] = deque()
 
     def before(self, action: object) -> None:
         """Do nothing: marks are made after actions."""

@@ -30,11 +30,7 @@ _LONGEST = 2000
 
 @define(eq=False)
 class FirstFailure:
-    """One rank's access to the key of the first failure; the store is connected at the first failure.
-
-    Attributes:
-        rank: this rank.
-    """
+    """One rank's access to the key of the first failure; the store is connected at the first failure."""
 
     rank: int
     _store: ControlStore | None = None
@@ -42,9 +38,8 @@ class FirstFailure:
     _count: int = field(default=0, init=False)
 
     def record(self, text: str, attempt: int = 0) -> str:
-        """Record ``text`` as this rank's failure; return that of the rank that failed first, which may be this one.
+        """Record ``text`` as this rank's failure in the communicator's ``attempt``; return the text that was first.
 
-        ``attempt``: that of the communicator.
         ``text`` where the store does not answer within half a second, or its process has ended.
         """
         try:

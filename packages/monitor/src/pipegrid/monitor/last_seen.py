@@ -32,17 +32,11 @@ class _Host:
 
 @define(eq=False)
 class LastSeen:
-    """The last signs of life of the other ranks and of the control store, as one rank has read them.
+    """The last signs of life of the other ranks and of the control store, as one rank has read them."""
 
-    Attributes:
-        control: the control store, whose calls have a short deadline.
-        server: the host of the store, as its clients name it; empty where that is not known.
-        clock: in seconds; tests move it.
-    """
-
-    control: Control
-    server: str
-    clock: Callable[[], float] = time.monotonic
+    control: Control  # the control store, whose calls have a short deadline
+    server: str  # the host of the store, as its clients name it; empty where that is not known
+    clock: Callable[[], float] = time.monotonic  # in seconds; tests move it
     _hosts: dict[int, _Host] = field(factory=dict, init=False)
     _changed: dict[int, tuple[bytes, float]] = field(factory=dict, init=False)  # since the rank waits
     _listened: float | None = field(default=None, init=False)
@@ -58,10 +52,8 @@ class LastSeen:
     def answered(self) -> None:
         """Note that the store has answered; ask it once for the hosts of all ranks."""
         self._answered, self._silent = self.clock(), False
-        if not self._hosts:
-            said = self.control.read("host")
-            if len(said) == len(self.control.ranks):
-                self._hosts = {rank: _Host(*json.loads(text)) for rank, text in said.items()}
+        if not self._hosts and len(said := self.control.read("host")) == len(self.control.ranks):
+            self._hosts = {rank: _Host(*json.loads(text)) for rank, text in said.items()}
 
     def unanswered(self) -> None:
         """Note that the store has not answered."""
@@ -76,12 +68,9 @@ class LastSeen:
         elif self._listened is None or now - self._listened >= HEARTBEAT_SECONDS / 2:
             self._before = waited if self._listened is None else self._before
             self._listened = now
-            self._listen()
-
-    def _listen(self) -> None:
-        for rank, text in self.control.read("position").items():
-            if rank not in self._changed or self._changed[rank][0] != text:
-                self._changed[rank] = text, self.clock()
+            for rank, text in self.control.read("position").items():
+                if rank not in self._changed or self._changed[rank][0] != text:
+                    self._changed[rank] = text, self.clock()
 
     def silence(self) -> str:
         """The silent hosts or ranks, and for how long, in words; empty where none is."""
@@ -94,7 +83,8 @@ class LastSeen:
             return ""
         whole = [host for host in dict.fromkeys(self._hosts.values()) if set(self._ranks_on(host)) <= set(silent)]
         parts = [f"{host.name}, {listed(self._ranks_on(host))}," for host in whole]
-        parts += [f"{self._named(rank)}" for rank in sorted(silent) if self._hosts.get(rank) not in whole]
+        alone = [(rank, host) for rank in sorted(silent) if (host := self._hosts.get(rank)) not in whole]
+        parts += [f"rank {rank}{'' if host is None else f' on {host.name}'}" for rank, host in alone]
         long = max(seconds + self._age(rank) for rank, seconds in silent.items())
         where = "its network or the host" if whole else "its process was stopped, or has ended"
         return f"nothing heard of {' and '.join(parts)} for {long:.0f} s; {where}"
@@ -117,7 +107,3 @@ class LastSeen:
 
     def _ranks_on(self, host: _Host) -> Sequence[int]:
         return [rank for rank, each in self._hosts.items() if each == host]
-
-    def _named(self, rank: int) -> str:
-        host = self._hosts.get(rank)
-        return f"rank {rank}" if host is None else f"rank {rank} on {host.name}"

@@ -53,18 +53,13 @@ _BETWEEN = "between steps"
 _STUCK_SECONDS = 0.05  # the same where the last call has not returned
 
 
-class AnyPlan(Protocol):
-    """The part of a step's plan that ranks compare."""
+class _Plan(Protocol):
+    """The part of a step's plan that ranks compare; digests are equal for equal plans alone."""
 
     @property
-    def num_microbatches(self) -> int:
-        """Number of microbatches."""
-        ...
-
+    def num_microbatches(self) -> int: ...
     @property
-    def digest(self) -> str:
-        """A text that is equal for equal plans alone."""
-        ...
+    def digest(self) -> str: ...
 
 
 class JobFailedError(RuntimeError):
@@ -108,8 +103,8 @@ class _Watched:
     deadline: float | None
     running: bool = True
     beside: str = _BETWEEN
+    # Of a wait beside the plan that the thread ends: at a time of `time.monotonic`, the error if it is late then.
     late: Callable[[float], str | None] | None = None
-    """Of a wait beside the plan that the thread ends: at a time of `time.monotonic`, the error if it is late then."""
     place: str = ""
     published: str = ""
     published_at: float = 0.0
@@ -164,25 +159,20 @@ class Monitor:
         deadline = checked(deadline, Seconds | None, "deadline", StepArgumentError)
         first_deadline = checked(first_deadline, Seconds | None, "first_deadline", StepArgumentError)
         interval = checked(interval, Seconds, "interval", StepArgumentError)
-        lacking = [verb for verb in STORE_VERBS if not callable(getattr(store, verb, None))]
-        if lacking:
+        if lacking := [verb for verb in STORE_VERBS if not callable(getattr(store, verb, None))]:
             raise StepArgumentError(f"store is {shown(store)}, without {lacking[0]}(); give control_store('monitor')")
         if device is not None and not isinstance(getattr(device, "type", None), str):
             raise StepArgumentError(f"device is {shown(device)}; give the torch.device that computes, or None")
         rank = checked(rank, Index, "rank", StepArgumentError)
         everyone: tuple[int, ...] = checked(ranks, tuple[Index, ...], "ranks", StepArgumentError)
         if rank not in everyone:
-            raise StepArgumentError(
-                f"rank {rank} is not among the ranks {list(everyone)}: give all ranks that run steps"
-            )
-        self.rank, self.deadline = rank, deadline
+            raise StepArgumentError(f"rank {rank} is not among the ranks {list(everyone)}: give all that run steps")
+        self.rank, self.deadline, self.interval = rank, deadline, interval
         least = _FIRST_DEADLINE if device is None or device.type == "cpu" else FIRST_STEP_SECONDS
         self.first_deadline = max(least, deadline or 0.0) if first_deadline is None else first_deadline
-        self.interval = interval
         self.progress = None if device is None else progress_of(device)
         self._calls = BoundedCalls()
-        patience = deadline or self.first_deadline
-        self._patience = patience
+        self._patience = patience = deadline or self.first_deadline
         self._control = Control(bounded_store(store, self._calls, patience), rank, everyone)
         self._unbounded = Control(store, rank, everyone)  # for announcements: whole ones are waited for, not each call
         # For looks and for a failing rank: a store that is silent delays neither.
@@ -199,15 +189,13 @@ class Monitor:
         self._announcing = threading.Lock()
         self._unannounced: str | None = None  # what the running step runs, unless it was announced
         self._announcement: BoundedCall | None = None  # of the running step, under way
-        self._plan: tuple[AnyPlan, str] | None = None
+        self._plan: tuple[_Plan, str] | None = None
         self._threads: list[threading.Thread] = []  # one at most, once it runs
         self._stop = threading.Event()
         # Also at the interpreter's exit, which a thread inside a store's call would not survive.
         self._finalizer = weakref.finalize(self, _end, self._stop, self._threads, self._calls)
 
-    # For the runtime
-
-    def begin(self, plan: AnyPlan, *, where: Callable[[], str], abort: Callable[[str], object]) -> None:
+    def begin(self, plan: _Plan, *, where: Callable[[], str], abort: Callable[[str], object]) -> None:
         """Start a step of ``plan``. Waits for all ranks, and the store, if this rank has not run the plan before.
 
         A plan that all ranks have run is announced beside the step (`announce`): the last to announce another one fails
@@ -220,8 +208,9 @@ class Monitor:
         """
         if self._failure is None and self._stop.is_set():
             raise StepArgumentError("this monitor was closed, so nothing would watch the step: make another one")
-        what = self._name(plan)
-        changed = self._plan is None or self._plan[1] != what
+        before, named = self._plan or (None, "")
+        what = named if before is plan else f"{plan.num_microbatches} microbatches, plan {plan.digest}"
+        changed = named != what
         self._plan = plan, what
         self._steps += 1
         try:
@@ -239,20 +228,16 @@ class Monitor:
             self._failure = Failure(self.rank, text)
             abort(text)
             raise JobFailedError(f"before step {self._steps}, {text}. {_REBUILD}") from error
-        if self._failure is not None and self._failure.disagreement:
-            raise DisagreementError(self._failure.text)
+        self._require_agreement()
         if self._failure is not None:
-            raise JobFailedError(
-                f"rank {self._failure.rank} failed before this step: {_first_line(self._failure)}. {_REBUILD}"
-            )
+            first = self._failure.text.splitlines()[0]
+            raise JobFailedError(f"rank {self._failure.rank} failed before this step: {first}. {_REBUILD}")
         deadline = self.first_deadline if changed and self.deadline is not None else self.deadline
         self._watched = _Watched(where, abort, deadline, since=time.monotonic())
         if not self._threads:
             # The thread must not keep the monitor alive: dropping it ends the thread.
-            arguments = (weakref.ref(self), self._stop, min(self.interval, _LOOK_SECONDS))
-            self._threads.append(
-                threading.Thread(target=_look_on, args=arguments, name="pipegrid-monitor", daemon=True)
-            )
+            given = weakref.ref(self), self._stop, min(self.interval, _LOOK_SECONDS)
+            self._threads.append(threading.Thread(target=_look_on, args=given, name="pipegrid-monitor", daemon=True))
             self._threads[0].start()
 
     def end(self) -> None:
@@ -270,10 +255,13 @@ class Monitor:
                 self._not_announced(error)
         if self._watched is not None:
             self._watched.running = False
-        if self._failure is not None and self._failure.disagreement:
-            raise DisagreementError(self._failure.text)
+        self._require_agreement()
         if self._silent is not None:
             raise JobFailedError(self._silent)
+
+    def _require_agreement(self) -> None:
+        if self._failure is not None and self._failure.disagreement:
+            raise DisagreementError(self._failure.text)
 
     def announce(self) -> None:
         """Start to announce the running step, on the thread that asks the store, unless that was done; from any thread.
@@ -288,25 +276,20 @@ class Monitor:
                 self._calls.start(self._unbounded.tidy)  # for which no step waits
 
     def _require_announced(self, now: float) -> None:
-        """Abort this rank's transfers if the store has refused the step's announcement, or is late with an answer.
-
-        ``now``: in `time.monotonic` seconds.
-        """
+        """Abort transfers if the store has refused the step's announcement, or is late with an answer."""
         call = self._announcement
-        if call is None:
-            return
-        if not call.done.locked() and call.error is not None:
+        if call is not None and not call.done.locked() and call.error is not None:
             self._not_announced(call.error)
-        elif call.done.locked() and now - call.begun > self._patience:
+        elif call is not None and call.done.locked() and now - call.begun > self._patience:
             self._not_announced(SilentStoreError(f"the store did not answer within {self._patience:.3g} s"))
 
     def _not_announced(self, error: BaseException) -> None:
-        text, watched = self._unanswered(error), self._watched
+        text, watched = self._unanswered(error), self._watched  # once: another thread may end the watch meanwhile
         self._silent = f"before step {self._steps}, {text}. {_REBUILD}"
         if self._failure is None:
             self._failure = Failure(self.rank, text)
             if watched is not None:
-                watched.abort(self._failure.text)
+                watched.abort(text)
 
     def _unanswered(self, error: BaseException) -> str:
         """Describe that the store has not answered, or that its host is out of reach if that is another one."""
@@ -316,8 +299,8 @@ class Monitor:
     def failed(self, text: str) -> Report:
         """Record that this rank has failed, end its transfers, and report the job's first failure.
 
-        The record and this rank's place are written before the abort, so that ranks which the abort reaches find them.
-        A store that does not answer meanwhile is asked once more after it.
+        The record and this rank's place are written before the abort, so that ranks which it reaches find them; a store
+        that does not answer meanwhile is asked once more after it.
         """
         watched, self._watched = self._watched, None
         first = self._record(text)
@@ -348,9 +331,13 @@ class Monitor:
         return None if self._failure is None else self._failure.text
 
     def check(self) -> None:
-        """Raise JobFailedError with the job's first failure, if this rank knows of one. Local."""
+        """Raise the job's first failure, if this rank knows of one. Local.
+
+        Raises:
+            JobFailedError: the job has failed.
+        """
         if self._failure is not None:
-            raise JobFailedError(f"{_first_line(self._failure)}. {_REBUILD}")
+            raise JobFailedError(f"{self._failure.text.splitlines()[0]}. {_REBUILD}")
 
     def wait(self, work: Any, what: str, *, on_device: bool | None = None) -> None:
         """Wait for a collective beside the plan (a reduction, a norm) as for an action: under the deadline.
@@ -410,14 +397,9 @@ class Monitor:
             watched.late, backstop = late, BACKSTOP_SECONDS  # its own end closes connections before the cause is known
 
         try:
-            failed = finish(
-                work,
-                group,
-                on_device=on_device,
-                host=host or self.progress is None,
-                end=None if deadline is None else began + deadline + backstop,
-                given_up=given_up,
-            )
+            end = None if deadline is None else began + deadline + backstop
+            host = host or self.progress is None
+            failed = finish(work, group, on_device=on_device, host=host, end=end, given_up=given_up)
         finally:
             if watched is not None:
                 watched.late = None
@@ -439,8 +421,6 @@ class Monitor:
         """End the threads. Idempotent."""
         self._finalizer()
 
-    # The thread
-
     def look(self, now: float, *, ask: bool = True) -> None:
         """One look: note this rank's place and its deadline; where ``ask``, publish it and look for failures."""
         watched = self._watched
@@ -458,11 +438,11 @@ class Monitor:
         if place != watched.place:
             watched.place, watched.since = place, now
         stood = now - watched.since
-        if watched.deadline is not None and stood > watched.deadline and self._busy(watched):
+        busy = watched.running or unfinished is not None
+        if watched.deadline is not None and stood > watched.deadline and busy:
             self._fail(watched, self._record(self._late(stood, place, watched.deadline)))
             return
-        late = watched.late
-        if late is not None and (text := late(now)) is not None:
+        if (late := watched.late) is not None and (text := late(now)) is not None:
             self._fail(watched, self._record(text))
             return
         self._require_announced(now)  # after the place: where both are late, the error is that of the step
@@ -494,10 +474,7 @@ class Monitor:
             self._tells(watched.stands)
 
     def _tells(self, place: Callable[[], str]) -> bool:
-        """Publish the ``place`` where this rank stays, read now: a step may have left what a look has seen.
-
-        Whether the store has answered.
-        """
+        """Publish the ``place``, read now: a step may have left what a look has seen. Whether the store answered."""
         try:
             with self._telling:
                 self._brief.publish(place(), last=True)
@@ -519,20 +496,8 @@ class Monitor:
         silence = self._last_seen.silence()
         return f"{silence} ({text})" if silence else f"{text}: {absent() or 'look at what it waits for'}"
 
-    def _busy(self, watched: _Watched) -> bool:
-        return watched.running or (self.progress is not None and self.progress.oldest() is not None)
-
-    def _name(self, plan: AnyPlan) -> str:
-        if self._plan is not None and self._plan[0] is plan:
-            return self._plan[1]
-        return f"{plan.num_microbatches} microbatches, plan {plan.digest}"
-
 
 _REBUILD = "Rebuild the communicator, the runtime and the monitor, with a store of another label"
-
-
-def _first_line(failure: Failure) -> str:
-    return failure.text.splitlines()[0]
 
 
 def _end(stop: threading.Event, threads: list[threading.Thread], calls: BoundedCalls) -> None:
@@ -546,8 +511,7 @@ def _end(stop: threading.Event, threads: list[threading.Thread], calls: BoundedC
 def _look_on(monitor: weakref.ref[Monitor], stop: threading.Event, seconds: float) -> None:
     asked = -1.0
     while not stop.wait(seconds):
-        watching = monitor()
-        if watching is None:
+        if (watching := monitor()) is None:
             return
         now = time.monotonic()
         ask = now - asked >= watching.interval

@@ -10,12 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pipegrid.core.lazy import lazy_names
-from pipegrid.transport.base import (
-    Communicator,
-    Port as Port,
-    Verbs as Verbs,
-    as_communicator as as_communicator,
-)
+from pipegrid.transport.base import Communicator, Port as Port, Verbs as Verbs, as_communicator as as_communicator
 from pipegrid.transport.config import P2PConfig
 from pipegrid.core.edge import Direction as Direction, Edge
 from pipegrid.transport.errors import (
@@ -28,11 +23,7 @@ from pipegrid.transport.errors import (
     P2PUsageError as P2PUsageError,
 )
 from pipegrid.transport.job import JobTopology as JobTopology
-from pipegrid.core.lanes import (
-    LaneSpec as LaneSpec,
-    LaneStats as LaneStats,
-    pipeline_lanes as pipeline_lanes,
-)
+from pipegrid.core.lanes import LaneSpec as LaneSpec, LaneStats as LaneStats, pipeline_lanes as pipeline_lanes
 from pipegrid.transport.protocol import (
     Handle as Handle,
     Payload as Payload,

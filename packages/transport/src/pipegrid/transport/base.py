@@ -32,12 +32,10 @@ class Port(Protocol):
     @property
     def isend(self) -> Callable[[Payload], Handle]:
         """Start sending a payload."""
-        ...
 
     @property
     def irecv(self) -> Callable[[], ReceiveHandle]:
         """Start receiving the next payload."""
-        ...
 
 
 @frozen(eq=False)
@@ -98,8 +96,6 @@ class Communicator:
         """Grows where the ranks of a job rebuild their communicators: the failure of an earlier one is then over."""
         return 0
 
-    # ---- Messages
-
     def port(self, edge: Edge, direction: Direction) -> Port:
         """This rank's end of ``edge`` (forward), or of the way against it (backward). A runtime asks once for each.
 
@@ -158,8 +154,6 @@ class Communicator:
         """Whether a batch is more than its messages one by one: where a subclass has `batch`. Not entered otherwise."""
         return type(self).batch is not Communicator.batch
 
-    # ---- A step
-
     def in_order(self) -> AbstractContextManager[None]:
         """Entered around a step, where `batches`: transfers start in the order of calls inside."""
         return nullcontext()
@@ -191,8 +185,6 @@ class Communicator:
         """The state of each lane, by its name, for the record of a failure."""
         return {}
 
-    # ---- The end
-
     def abort(self, reason: str) -> None:
         """End all transfers at once, here and at the other ends, with an error that says ``reason``."""
 
@@ -206,9 +198,7 @@ class Communicator:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         """Close; after an exception, abort first, so that no other rank waits for this one."""
         if error is not None:
             self.abort(f"{type(error).__name__}: {error}")

@@ -37,22 +37,17 @@ from pipegrid.transport.job import JobTopology
 from pipegrid.transport.lane.lane import Lane
 from pipegrid.transport.messages.payload import is_single_shape
 
+_LEFT_OUT = "the argument traffic left out, or communicators"
+
 
 class LaneCommunicator(Communicator):
-    """A communicator whose messages travel on lanes that were opened together.
+    """A communicator whose messages travel on lanes that were opened together."""
 
-    Attributes:
-        config: settings of the lanes.
-        rank: this rank.
-        device: where sent payloads must live, and received ones do.
-        lanes: this rank's ends.
-        across: those to other replicas; None where the communicator does not know their ranks.
-    """
-
-    config: P2PConfig
+    config: P2PConfig  # settings of the lanes
     rank: int
-    device: torch.device
-    lanes: Lanes
+    device: torch.device  # where sent payloads must live, and received ones do
+    lanes: Lanes  # this rank's ends
+    # Those to other replicas; None where the communicator does not know their ranks.
     across: ReplicaTraffic | None = None
 
     @property
@@ -76,8 +71,6 @@ class LaneCommunicator(Communicator):
     def patient(self, seconds: float) -> AbstractContextManager[None]:
         """Give transfers for which no wait says how many at least ``seconds`` inside the block."""
         return self.lanes.patient(seconds)
-
-    # ---- To other replicas
 
     @property
     def _to_others(self) -> ReplicaTraffic:
@@ -110,8 +103,6 @@ class LaneCommunicator(Communicator):
         own = self.neighbours(edges)
         ranks = set() if own is None else {one.peer for one in own}
         return self.lanes.neighbours(ranks | self._to_others.peers(across))
-
-    # ---- The end
 
     def describe(self) -> Mapping[str, Any]:
         """`Lane.describe` of each lane."""
@@ -175,9 +166,11 @@ class P2PCommunicator(NeighbourVerbs, LaneCommunicator):
         replicas: Sequence[Sequence[int]] | None = None,
         graph: ModuleGraph | None = None,
     ) -> None:
-        self.pp_group = group = _group(pp_group)
-        self.config = as_config(config)
-        self.rank, self._ranks = dist.get_rank(), dist.get_process_group_ranks(group)
+        self.pp_group = group = dist.group.WORLD if pp_group is None else pp_group
+        self.rank = dist.get_rank()
+        if not isinstance(group, ProcessGroup):
+            raise P2PUsageError(f"pp_group is {group!r}; it must be None or a group that this rank {self.rank} is in")
+        self.config, self._ranks = as_config(config), dist.get_process_group_ranks(group)
         self._placement, self._graph = placed_stages(placement, len(self._ranks), graph), graph
         self._edges = edges = None if graph is None else frozenset(graph.stage_edges)
         self.deadline, self.fixed_shapes = self.config.deadline, self.config.fixed_shapes
@@ -258,8 +251,6 @@ class P2PCommunicator(NeighbourVerbs, LaneCommunicator):
         """Chunks per rank, as configured."""
         return self.config.virtual_pipeline_model_parallel_size
 
-    # ---- The asynchronous form
-
     def port(self, edge: Edge, direction: Direction) -> Lane:
         """The `lane` of an edge in a direction."""
         return self.lane(edge, direction)
@@ -270,25 +261,20 @@ class P2PCommunicator(NeighbourVerbs, LaneCommunicator):
         Raises:
             P2PUsageError: there is no such edge, it does not touch this rank, or its lane was not opened.
         """
-        found = self._of_edge.get((edge, direction))
-        if found is None:
-            found = self._of_edge[edge, direction] = self._find(edge, direction)
-        return found
-
-    def _find(self, edge: Edge, direction: Direction) -> Lane:
+        if (found := self._of_edge.get((edge, direction))) is not None:
+            return found
         require_edge(edge, self._placement, self._edges)
         spec = direction_lane(self._rank_of(edge.source), self._rank_of(edge.destination), direction)
         if spec not in self.lanes:
-            left_out = "the argument traffic left out, or communicators"
-            why = left_out if self.rank in spec.pair else f"rank {self.rank} is no end of"
+            why = _LEFT_OUT if self.rank in spec.pair else f"rank {self.rank} is no end of"
             raise P2PUsageError(f"edge {edge} needs lane {spec}, which {why}")
+        self._of_edge[edge, direction] = self.lanes[spec]
         return self.lanes[spec]
 
     def _lacks(self, of_name: Mapping[str, LaneSpec], name: str) -> P2PUsageError:
         """The error of a blocking transfer whose lane is not open."""
-        why = f"the placement {self._placement} does not have"
-        if of_name[name] in pipeline_lanes(self._ranks, placement=self._placement):
-            why = "the argument traffic left out, or communicators"
+        known = of_name[name] in pipeline_lanes(self._ranks, placement=self._placement)
+        why = _LEFT_OUT if known else f"the placement {self._placement} does not have"
         return P2PUsageError(f"{name} needs lane {of_name[name]}, which {why}; isend and irecv take an edge")
 
     def _rank_of(self, stage: int) -> int:
@@ -314,13 +300,6 @@ class P2PCommunicator(NeighbourVerbs, LaneCommunicator):
 def _open(example: torch.Tensor | None, specs: Sequence[LaneSpec], **options: Any) -> Lanes:
     """`open_lanes` of lanes whose messages are all like ``example``, where there is one."""
     return open_lanes(specs, standing=None if example is None else dict.fromkeys(specs, example), **options)
-
-
-def _group(given: Any) -> ProcessGroup:
-    group = dist.group.WORLD if given is None else given
-    if isinstance(group, ProcessGroup):
-        return group
-    raise P2PUsageError(f"pp_group is {given!r}; it must be None or a group that this rank {dist.get_rank()} is in")
 
 
 def _example(shape: Sequence[int], config: P2PConfig) -> torch.Tensor:

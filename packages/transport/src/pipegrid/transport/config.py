@@ -119,18 +119,16 @@ class P2PConfig:
     @property
     def shape_mode(self) -> ShapeMode:
         """``shapes`` with its default resolved."""
-        if self.shapes is not None:
-            return self.shapes
-        return "header" if self.variable_seq_lengths else "agreed"
+        return self.shapes or ("header" if self.variable_seq_lengths else "agreed")
 
 
 def as_config(config: Any) -> P2PConfig:
     """``config`` itself where it is a `P2PConfig`, else its attributes of the same names; None is the default."""
     if isinstance(config, P2PConfig):
         return config
-    names = [one.name for one in attrs.fields(P2PConfig) if hasattr(config, one.name)]
     if getattr(config, "use_ring_exchange_p2p", False):
         raise P2PUsageError("use_ring_exchange_p2p is True, but torch.distributed has no ring exchange")
-    if config is not None and not names:
+    given = {one.name: getattr(config, one.name) for one in attrs.fields(P2PConfig) if hasattr(config, one.name)}
+    if config is not None and not given:
         raise P2PUsageError(f"the config is {config!r:.80}; it must be None or have some of P2PConfig's attributes")
-    return P2PConfig(**{name: getattr(config, name) for name in names})
+    return P2PConfig(**given)

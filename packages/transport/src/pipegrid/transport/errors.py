@@ -38,26 +38,14 @@ class P2PTimeoutError(P2PError, TimeoutError):
     """
 
     def __init__(
-        self,
-        *,
-        rank: int,
-        peer: int,
-        lane: str,
-        sequence: int,
-        seconds: float,
-        what: str,
-        setting: str = "deadline",
+        self, *, rank: int, peer: int, lane: str, sequence: int, seconds: float, what: str, setting: str = "deadline"
     ) -> None:
         super().__init__(
             f"rank {rank} waited {seconds:.3g} s for {what} message {sequence} of lane {lane}: no answer from rank "
             f"{peer}, which may itself be waiting for another rank; look at what rank {peer} was doing, or, if it is "
             f"only slow, give a longer deadline (P2PConfig.{setting})"
         )
-        self.rank = rank
-        self.peer = peer
-        self.lane = lane
-        self.sequence = sequence
-        self.seconds = seconds
+        self.rank, self.peer, self.lane, self.sequence, self.seconds = rank, peer, lane, sequence, seconds
 
     def __reduce__(self) -> tuple[object, ...]:
         """Pickle by state: the constructor takes keywords only."""

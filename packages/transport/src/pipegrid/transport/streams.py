@@ -14,8 +14,7 @@ from torch import Tensor
 
 cuda: Any = torch.cuda
 _AS_IT_IS: AbstractContextManager[None] = nullcontext()
-types = frozenset({"cuda"})
-"""The types of device that have streams."""
+types = frozenset({"cuda"})  # of device that have streams
 
 
 def has_streams(device: torch.device) -> bool:
@@ -40,14 +39,12 @@ def synchronize(device: torch.device) -> None:
 
 def new_stream(device: torch.device) -> torch.Stream | None:
     """A stream beside the one that computes; None on a device without streams."""
-    stream: torch.Stream | None = cuda.Stream(device) if has_streams(device) else None
-    return stream
+    return cuda.Stream(device) if has_streams(device) else None
 
 
 def current_stream(device: torch.device) -> torch.Stream | None:
     """The current stream of this thread; None on a device without streams."""
-    stream: torch.Stream | None = cuda.current_stream(device) if has_streams(device) else None
-    return stream
+    return cuda.current_stream(device) if has_streams(device) else None
 
 
 def working_on(stream: torch.Stream | None) -> AbstractContextManager[None]:
@@ -62,10 +59,7 @@ def _under(stream: torch.Stream) -> Iterator[None]:
 
 
 def mark(device: torch.device, *, blocking: bool = False) -> Sequence[Any]:
-    """Record an event on the current stream; no event on a device without streams.
-
-    A thread that waits for a ``blocking`` event sleeps; others keep a core busy.
-    """
+    """Record an event on the current stream, if the device has any; a waiter for a ``blocking`` one sleeps."""
     stream = current_stream(device)
     return () if stream is None else (stream.record_event(cuda.Event(blocking=True) if blocking else None),)
 

@@ -14,7 +14,7 @@ from pipegrid.bridges.multimodule.edges import ModuleEnds
 from pipegrid.core.edge import Direction, Edge
 from pipegrid.reshard.errors import ShapeError
 from pipegrid.transport.control.lanes import Lanes
-from pipegrid.transport.messages.trees import mapped_together
+from pipegrid.transport.messages.trees import mapped
 from pipegrid.transport.protocol import Handle, ReceiveHandle
 
 Tensors: TypeAlias = dict[str, Any]
@@ -113,7 +113,7 @@ def exchanged(
 def _added(gradients: Sequence[Any]) -> Any:
     """The sum of gradients of one payload, leaf by leaf, over the edges that have the leaf's; None where none has."""
     given = [gradient for gradient in gradients if gradient is not None]
-    return mapped_together(_sum, *given) if given else None
+    return mapped(_sum, *given) if given else None
 
 
 def _sum(*gradients: torch.Tensor | None) -> Any:

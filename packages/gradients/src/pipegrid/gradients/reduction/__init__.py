@@ -6,13 +6,7 @@ from pipegrid.gradients.reduction.overlap import EarlyReduction
 from pipegrid.gradients.reduction.policy import GradientPolicy, StepGradients, gradient_policy, observed
 from pipegrid.gradients.reduction.reduce import GradientReduction, reduce_gradients
 from pipegrid.gradients.reduction.replicas import ReplicaError, require_equal_replicas
-from pipegrid.gradients.reduction.tied import (
-    TiedParameters,
-    required_ties,
-    tie_parameters,
-    tied_stages,
-    ties_among,
-)
+from pipegrid.gradients.reduction.tied import TiedParameters, required_ties, tie_parameters, tied_stages, ties_among
 
 __all__ = [
     "EarlyReduction",

@@ -11,19 +11,9 @@ from attrs import define, field
 
 from pipegrid.gradients import foreach
 from pipegrid.gradients.all_reduce import all_reduce
-from pipegrid.gradients.dtensors import (
-    local_of,
-    partial_groups,
-    summed_like,
-    unlike_its_parameter,
-)
+from pipegrid.gradients.dtensors import local_of, partial_groups, summed_like, unlike_its_parameter
 from pipegrid.gradients.layout import ParameterGradient, TieMark
-from pipegrid.gradients.main_grad import (
-    accumulated,
-    accumulation_dtype,
-    replace_accumulated,
-    set_accumulated,
-)
+from pipegrid.gradients.main_grad import accumulated, accumulation_dtype, replace_accumulated, set_accumulated
 from pipegrid.monitor.collectives import Waiting
 
 _AS_IT_IS_BYTES = 2**20  # from here on, a gradient alone in its bucket is not copied
@@ -37,28 +27,21 @@ class Bucket:
 
     A large gradient that is alone is summed in place, and its flag beside it: nothing would overlap copies of it.
     Its methods are called without grad mode.
-
-    Attributes:
-        layouts: of its parameters, which are alike (`ParameterGradient.bucket`).
-        parameters: of ``layouts``.
-        tensor: group of tensor-parallel ranks to sum over first.
-        replicas: group of replicas to sum over; None where there is one, or a ``REDUCE`` has summed over them.
-        tie: the mark of the one parameter, if it is tied.
-        perhaps_partial: gradients may be partial sums over a mesh; the same on every replica, even without a gradient.
     """
 
-    layouts: tuple[ParameterGradient, ...]
-    parameters: tuple[torch.nn.Parameter, ...] = field(init=False)
-    tensor: dist.ProcessGroup | None = field(init=False)
+    layouts: tuple[ParameterGradient, ...]  # of its parameters, which are alike (`ParameterGradient.bucket`)
+    parameters: tuple[torch.nn.Parameter, ...] = field(init=False)  # of ``layouts``
+    tensor: dist.ProcessGroup | None = field(init=False)  # group of tensor-parallel ranks to sum over first
+    # Group of replicas to sum over; None where there is one, or a ``REDUCE`` has summed over them.
     replicas: dist.ProcessGroup | None = field(init=False)
-    tie: TieMark | None = field(init=False)
+    tie: TieMark | None = field(init=False)  # the mark of the one parameter, if it is tied
+    # Gradients may be partial sums over a mesh; the same on every replica, even without a gradient.
     perhaps_partial: bool = field(init=False)
     gradients: list[torch.Tensor | None] = field(factory=list)
     values: torch.Tensor | None = None  # the gradients, flat; None where nothing is summed
     flags: torch.Tensor | None = None
     started: bool = field(init=False)
-    missing: int = field(init=False)
-    """Parameters whose gradients are not whole."""
+    missing: int = field(init=False)  # parameters whose gradients are not whole
     wait: Callable[[Waiting], None] | None = field(init=False)
     _summed_over: tuple[dist.ProcessGroup | None, dist.ProcessGroup | None] = field(init=False)
     _sums: list[torch.Tensor] = field(factory=list, init=False)  # what is summed: ``values`` and ``flags``
@@ -87,8 +70,7 @@ class Bucket:
                 "copies: the plan needs its REDUCE (PipelineConfig.tied_parameters, or with_reduce and reducers=)"
             )
         for each in self.layouts:
-            gradient = accumulated(each.parameter)
-            if gradient is None:
+            if (gradient := accumulated(each.parameter)) is None:
                 continue
             if gradient.is_sparse:
                 return f"{each} has a sparse gradient; use Embedding(sparse=False)"
@@ -110,8 +92,7 @@ class Bucket:
             gradient if gradient is None or type(gradient) is torch.Tensor else local_of(gradient)
             for gradient in map(accumulated, self.parameters)
         ]
-        first = self.first
-        if first is None:
+        if (first := self.first) is None:
             return
         like = torch.empty(0, dtype=accumulation_dtype(self.parameters[0]), device=self.parameters[0].device)
         sizes = [local_of(parameter).numel() for parameter in self.parameters]
@@ -169,19 +150,14 @@ class Bucket:
     @property
     def unknown(self) -> torch.Tensor | None:
         """The flags, where this rank lacks a gradient; None where it has them all, or nothing is summed."""
-        if self.flags is None:
-            return None
-        return self.flags if any(each is None for each in self.gradients) else None  # `in` compares tensors
+        known = self.flags is None or all(each is not None for each in self.gradients)  # `in` compares tensors
+        return None if known else self.flags
 
     def finish(self, divisor: Divisor | None, used: Sequence[bool]) -> None:
-        """Divide by ``divisor`` (None: the module's replicas), and put the results where the gradients were.
-
-        ``used``: which parameters have a gradient on any rank.
-        """
+        """Divide by ``divisor`` (None: the module's replicas), and store; ``used``: has a gradient on any rank."""
         if self.tie is not None:
             self.tie.summed = False
-        if divisor is None:
-            divisor = self.layouts[0].module_replicas
+        divisor = self.layouts[0].module_replicas if divisor is None else divisor
         if self.layouts[0].divided != 1:
             divisor = divisor / self.layouts[0].divided
         if self.values is None:
@@ -216,8 +192,8 @@ def used_in(buckets: Sequence[Bucket]) -> list[list[bool]]:
 def bucketed(layouts: Iterable[ParameterGradient], bucket_bytes: int) -> Iterator[tuple[ParameterGradient, ...]]:
     """Gradients in order, cut where the module or their kind changes or the bucket is full.
 
-    The order in which an all-reduce sums depends on the place in the buffer, and all copies of a tied parameter must
-    get the same bits: it is a bucket of its own.
+    A tied parameter is alone: the order of an all-reduce's sum depends on the place, and all copies must get equal
+    bits.
     """
     for _, alike in groupby(layouts, lambda each: (each.module, each.bucket)):
         bucket: list[ParameterGradient] = []

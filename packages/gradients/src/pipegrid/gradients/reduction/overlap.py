@@ -25,10 +25,8 @@ class EarlyReduction:
         self, reduction: GradientReduction, last: Mapping[int, int], trained: Mapping[int, Sequence[torch.nn.Parameter]]
     ) -> None:
         self._reduction = reduction
-        held: dict[int, tuple[int, torch.nn.Parameter]] = {}
-        for place, stage in last.items():  # in the order of the plan, so that the last of several stages stays
-            for parameter in trained.get(stage, ()):
-                held[id(parameter)] = place, parameter
+        # In the order of the plan, so that the last of several stages stays.
+        held = {id(each): (place, each) for place, stage in last.items() for each in trained.get(stage, ())}
         self._parameters: dict[int, list[torch.nn.Parameter]] = {}
         for place, parameter in held.values():
             self._parameters.setdefault(place, []).append(parameter)

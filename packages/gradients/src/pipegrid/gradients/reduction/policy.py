@@ -23,14 +23,7 @@ from pipegrid.autograd.tree import compiled_among, fsdp_among, modules_in
 from pipegrid.core.graph import ModuleGraph
 from pipegrid.gradients.dtensors import fsdp_divisors
 from pipegrid.gradients.errors import GradientError
-from pipegrid.gradients.groups import (
-    collection_of,
-    device_of,
-    group_of,
-    replica_group,
-    require_groups,
-    size_of,
-)
+from pipegrid.gradients.groups import collection_of, device_of, group_of, replica_group, require_groups, size_of
 from pipegrid.gradients.layout import marks_of
 from pipegrid.gradients.main_grad import accumulation_dtype
 from pipegrid.gradients.reduction.reduce import BUCKET_BYTES, GradientReduction
@@ -53,24 +46,16 @@ class GradientPolicy:
     """The way from the gradients of this rank's stages to those of one process. Made by `gradient_policy`.
 
     Without the models, so that it can be kept between steps; `of_step` takes those that it was made for.
-
-    Attributes:
-        per_token: losses are sums, and gradients are divided by the tokens of the job.
-        weighted: these tokens add up to the microbatches of the job (``weighted_microbatches``).
-        reduced: the stages that `reduce_gradients` reduces, by module name.
-        loss_lanes: replicas of the loss; None where no grids are known (then each module's own).
-        loss_factors: by stage, what its loss is multiplied by, so that each loss is a mean over its own replicas.
-        by_hand: the config has a ``finalize_model_grads_func``, which is called in place of all this.
-        names: the module of each stage.
     """
 
-    per_token: bool
-    weighted: bool
-    reduced: Mapping[str, tuple[int, ...]]
-    loss_lanes: int | None
+    per_token: bool  # losses are sums, and gradients are divided by the tokens of the job
+    weighted: bool  # these tokens add up to the microbatches of the job (``weighted_microbatches``)
+    reduced: Mapping[str, tuple[int, ...]]  # the stages that `reduce_gradients` reduces, by module name
+    loss_lanes: int | None  # replicas of the loss; None where no grids are known (then each module's own)
+    # By stage, what its loss is multiplied by, so that each loss is a mean over its own replicas.
     loss_factors: Mapping[int, float]
-    by_hand: bool
-    names: Mapping[int, str]
+    by_hand: bool  # the config has a ``finalize_model_grads_func``, which is called in place of all this
+    names: Mapping[int, str]  # the module of each stage
 
     @property
     def losses(self) -> str:
@@ -101,22 +86,14 @@ class StepGradients:
     """The gradients of a step: compared among replicas before it, and finished after it as the policy says.
 
     It serves a later step of the same models as well, after `begin`, as long as `observed` finds no change in them.
-
-    Attributes:
-        policy: decides who finishes them.
-        models: this rank's, by stage.
-        config: of the step.
-        pg_collection: the process groups of this rank.
-        waiting: for collectives.
-        reduction: None where a wrapper or the user reduces, or nothing is trained.
     """
 
     policy: GradientPolicy
-    models: Models
-    config: Any
-    pg_collection: Any
+    models: Models  # this rank's, by stage
+    config: Any  # of the step
+    pg_collection: Any  # the process groups of this rank
     waiting: Waiting
-    reduction: GradientReduction | None
+    reduction: GradientReduction | None  # None where a wrapper or the user reduces, or nothing is trained
 
     @cached_property
     def forms(self) -> dict[str, object]:
@@ -135,16 +112,11 @@ class StepGradients:
 
         They would wait for each other in different collectives, or sum gradients of different parameters. One small
         all-gather per module, before the first step; then the parameters of replicas, unless the config has
-        ``check_replicas=None``. Skipped in a dry run, which has one rank.
+        ``check_replicas=None``. Later once more for a module whose form has changed here: a replica without that change
+        goes on to the reduction, where gloo ends a process at a buffer of another size, so those with it meet at a
+        store first.
 
-        Later once more for a module whose form has changed here. A replica without that change goes on to the
-        reduction, where gloo ends a process at a buffer of another size, so those with it meet at a store first.
-
-        Args:
-            known: the forms that were compared before; None before the first step.
-
-        Returns:
-            the forms of this step, which are compared now.
+        ``known``: the forms that were compared before; None before the first step. Returns those of this step.
 
         Raises:
             DisagreementError: the replicas differ in what they would do, or this one alone has changed.
@@ -206,11 +178,9 @@ class StepGradients:
             self.reduction.begin()
 
     def require_whole(self) -> None:
-        """Raise unless every replica can end the step with whole gradients, as ``force_all_reduce`` asks.
+        """Raise a GradientError unless every replica can end the step with whole gradients (``force_all_reduce``).
 
-        Raises:
-            GradientError: a module is sharded over its replicas, or in a wrapper that may keep shards; or the user's
-                finalizer takes no ``force_all_reduce``.
+        Not where one may keep shards, or the user's finalizer takes no ``force_all_reduce``.
         """
         for stage, model in self.models.items():
             wrapped = hasattr(model, "no_sync") and not isinstance(model, DistributedDataParallel)
@@ -230,16 +200,9 @@ class StepGradients:
                 pass
 
     def finish(
-        self,
-        counted: Counted,
-        tokens: Callable[[], torch.Tensor] | None = None,
-        *,
-        force_all_reduce: bool = False,
+        self, counted: Counted, tokens: Callable[[], torch.Tensor] | None = None, *, force_all_reduce: bool = False
     ) -> None:
-        """After the last backward: the user's finalizer, or what is left of the reduction.
-
-        ``tokens``: waits for those of the job, where they are counted already.
-        """
+        """After the last backward: the user's finalizer, or the rest; ``tokens`` waits for those of the job."""
         if self.policy.by_hand:
             models, own = list(self.models.values()), self._tokens(counted)
             forced = {"force_all_reduce": True} if force_all_reduce else {}
@@ -257,8 +220,7 @@ class StepGradients:
             return None
         parts = []
         for stage, model in self.models.items():
-            own = counted[stage]
-            if own is None:
+            if (own := counted[stage]) is None:
                 own = torch.zeros((), dtype=torch.int64, device=device_of(model, None))
             tp = group_of(self.pg_collection, self.policy.names[stage], "tp")
             parts.append(own if tp is None or tp.rank() == 0 else torch.zeros_like(own))
@@ -278,14 +240,12 @@ def gradient_policy(
     """Decide how the gradients of this rank's ``models``, by their stage of ``graph``, are finished.
 
     ``config.finalize_model_grads_func`` comes first; then a wrapper that reduces by itself (it has ``no_sync``), where
-    that is right; then `reduce_gradients` over ``pg_collection``. Ranks of ``frozen`` modules only count tokens.
-    Gradients that would not be the sum over the replicas of their module, divided by the replicas of the loss or by the
-    tokens of the job, are a `GradientError`; so is a group that the sizes of a collection's grid demand, and that it
-    lacks: where `reduce_gradients` reduces, that of the replicas, and with the loss cp (losses are shares of a mean)
-    and tp (the first rank counts tokens).
+    that is right; then `reduce_gradients` over ``pg_collection``. Ranks of ``frozen`` modules only count tokens. A
+    GradientError where gradients would not be the sum over the replicas of their module, divided by the replicas of the
+    loss or by the tokens of the job; and for a group that the sizes of a grid demand, and its collection lacks: of the
+    replicas, and with the loss cp (losses are shares of a mean) and tp (the first rank counts tokens).
 
-    ``replicas``: where they differ, how many the data is for, by which gradients are divided, and how many of this
-    rank's position live, over which they are summed.
+    ``replicas``, where they differ: those that the data is for (the divisor), and those of this position that live.
     """
     per_token = bool(getattr(config, "calculate_per_token_loss", False))
     weighted = per_token and bool(getattr(config, "weighted_microbatches", False))
@@ -294,7 +254,9 @@ def gradient_policy(
     grids = as_communicator(communicator).job.dims
     count, living = replicas or (1, 1)
     counted = count * size_of(group_of(pg_collection, next(iter(names.values())), "cp")) if count > 1 else None
-    by_module = _replicas_of(graph, grids, counted)
+    by_module = {} if counted is None else dict.fromkeys(graph.order, counted)
+    if grids is not None:
+        by_module = {name: _size(grids[name], ("dp", "cp")) for name in graph.order}
     of_loss = max((by_module[name] for name in graph.sinks), default=None) if by_module else None
     divisor = "the tokens of the job" if per_token else of_loss
     reduced: dict[str, tuple[int, ...]] = {}
@@ -316,7 +278,13 @@ def gradient_policy(
                 )
             continue
         whole, alone = grids is not None and _size(grids[name], ("tp",)) == 1, graph.num_stages == 1
-        _require_finished(model, name, by_hand=by_hand, own=own, divisor=divisor, whole=whole, alone=alone)
+        fault = _fault(model, by_hand=by_hand, own=own, divisor=divisor, whole=whole, alone=alone)
+        if fault is not None:
+            raise GradientError(
+                f"gradients of module {name!r} must be summed over its replicas (dp x cp: {own or 'unknown'}) and "
+                f"divided by {divisor or 'those of the loss'}, but {fault}; pass the bare module and pg_collection, or "
+                "set finalize_model_grads_func"
+            )
     ways = {(names[stage], hasattr(model, "no_sync")) for stage, model in models.items()}
     if not by_hand and len(ways) > len(set(names.values())):  # chunks may share a parameter, which is finished once
         raise GradientError("some chunks of a module reduce by themselves (no_sync), and others do not; wrap all")
@@ -326,28 +294,7 @@ def gradient_policy(
         loss_factors = {stage: lanes / by_module[name] for stage, name in names.items()}
     elif of_loss is not None and not by_hand and not per_token:
         loss_factors = {stage: of_loss / by_module[name] for stage, name in names.items()}
-    return GradientPolicy(
-        per_token=per_token,
-        weighted=weighted,
-        reduced=reduced,
-        loss_lanes=of_loss,
-        loss_factors=loss_factors,
-        by_hand=by_hand,
-        names=names,
-    )
-
-
-def _require_finished(
-    model: torch.nn.Module, name: str, *, own: int | None, divisor: int | str | None, **known: bool
-) -> None:
-    """Raise where gradients that `reduce_gradients` does not finish are not the sum; ``known``: as of `_fault`."""
-    fault = _fault(model, own=own, divisor=divisor, **known)
-    if fault is not None:
-        raise GradientError(
-            f"gradients of module {name!r} must be summed over its replicas (dp x cp: {own or 'unknown'}) and "
-            f"divided by {divisor or 'those of the loss'}, but {fault}; pass the bare module and pg_collection, or "
-            "set finalize_model_grads_func"
-        )
+    return GradientPolicy(per_token, weighted, reduced, of_loss, loss_factors, by_hand, names)
 
 
 def _require_bare(model: torch.nn.Module, name: str, *, differ: bool, reduces: bool) -> None:
@@ -362,9 +309,9 @@ def _require_bare(model: torch.nn.Module, name: str, *, differ: bool, reduces: b
 def _fault(
     model: torch.nn.Module, *, by_hand: bool, own: int | None, divisor: int | str | None, whole: bool, alone: bool
 ) -> str | None:
-    """Why gradients that `reduce_gradients` does not finish differ from their sum over ``own`` replicas by ``divisor``.
+    """Why gradients that `reduce_gradients` does not finish are not their sum by ``divisor``; None: they are.
 
-    None: they do not. ``by_hand``: a finalizer follows; ``whole``: there is one tp rank; ``alone``: one stage.
+    ``own``: replicas; ``by_hand``: a finalizer follows; ``whole``: there is one tp rank; ``alone``: one stage.
     """
     averaged = own == divisor
     if not averaged and None in fsdp_divisors(model).values():
@@ -383,24 +330,14 @@ def _fault(
     return None if averaged else f"{wrapper} averages over them"
 
 
-def _replicas_of(
-    graph: ModuleGraph, grids: Mapping[str, Mapping[str, int]] | None, counted: int | None
-) -> dict[str, int]:
-    """The replicas (dp x cp) of each module by its grid; without grids those that the data counts, of one module."""
-    if grids is not None:
-        return {name: _size(grids[name], ("dp", "cp")) for name in graph.order}
-    return {} if counted is None else dict.fromkeys(graph.order, counted)
-
-
 def _size(sizes: Mapping[str, int], dims: tuple[str, ...]) -> int:
     return math.prod(size for name, size in sizes.items() if name in dims)
 
 
 def observed(models: Sequence[torch.nn.Module]) -> tuple[object, ...]:
-    """All that a step derives from ``models`` and may change: what it looks at in every one of them, in one walk.
+    """All that a step derives from ``models`` and that may change: modules, and what each parameter is like.
 
-    Modules count, since a later step may find one swapped, wrapped or compiled. Those of ``fully_shard`` stand for
-    their parameters, which it replaces in every step.
+    Modules of ``fully_shard`` stand for their parameters, which it replaces in every step.
     """
     found: list[object] = []
     for model in models:

@@ -98,8 +98,7 @@ class GradientReduction:
     buckets: tuple[Bucket, ...]
     loss_lanes: int | None
     job_group: dist.ProcessGroup | None
-    parameters: tuple[torch.nn.Parameter, ...] = field(init=False)
-    """What is reduced."""
+    parameters: tuple[torch.nn.Parameter, ...] = field(init=False)  # what is reduced
     _bucket_of: dict[int, Bucket] = field(init=False)
     _left: dict[int, Bucket] = field(init=False)  # of the parameters whose gradients are not whole
 
@@ -165,8 +164,7 @@ class GradientReduction:
         """
         filled = False
         for parameter in parameters:
-            bucket = self._left.pop(id(parameter), None)
-            if bucket is not None:
+            if (bucket := self._left.pop(id(parameter), None)) is not None:
                 bucket.missing -= 1
                 filled = filled or not bucket.missing
         if filled:
@@ -223,10 +221,7 @@ class GradientReduction:
 
 
 def global_tokens(
-    num_tokens: torch.Tensor | float,
-    device: torch.device,
-    job_group: dist.ProcessGroup | None,
-    waiting: Waiting,
+    num_tokens: torch.Tensor | float, device: torch.device, job_group: dist.ProcessGroup | None, waiting: Waiting
 ) -> torch.Tensor:
     """The tokens of the job; stays on the device, so that the host does not wait for it.
 

@@ -53,11 +53,7 @@ class ReplicaError(RuntimeError):
 
 
 def meet_replicas(module: str, group: dist.ProcessGroup, waiting: Waiting) -> None:
-    """Return when all replicas of a module have come to compare it again, past the first step.
-
-    Raises:
-        DisagreementError: some have not come within the deadline, or the job has failed meanwhile.
-    """
+    """Return when all replicas of a module have come to compare it again; DisagreementError where some do not."""
     ranks, rank = dist.get_process_group_ranks(group), dist.get_rank()
     monitor, seconds = waiting.monitor, _PART * (waiting.deadline or _DEADLINE)
     try:
@@ -162,18 +158,13 @@ def require_equal_norms(layout: GradientLayout, waiting: Waiting, tolerance: flo
         kinds = ("parameter", "gradient")
         tensors = [tensor for parameter in parameters for tensor in (parameter.detach(), accumulated(parameter))]
         norms = torch.zeros(len(tensors), dtype=torch.float64, device=parameters[0].device)
-        filled = [place for place, tensor in enumerate(tensors) if tensor is not None and tensor.numel()]
-        if filled:
+        if filled := [place for place, tensor in enumerate(tensors) if tensor is not None and tensor.numel()]:
             local = [local_of(tensors[place]) for place in filled]
             norms[filled] = foreach.norms(local, 2.0).nan_to_num(nan=-1.0)
         most, least = extremes(norms, partial(_reduce_max, group, waiting))
         apart = most - least
-        found = [
-            f"the {kinds[place % 2]} of {names[place // 2]} by {float(apart[place]):.3g}"
-            for place, differs in enumerate((apart > tolerance * most.abs()).tolist())
-            if differs
-        ]
-        if found:
+        differing = (apart > tolerance * most.abs()).nonzero().flatten().tolist()
+        if found := [f"the {kinds[at % 2]} of {names[at // 2]} by {float(apart[at]):.3g}" for at in differing]:
             raise ReplicaError(
                 f"the ranks {sorted(dist.get_process_group_ranks(group))} hold replicas whose norms differ: "
                 f"{', '.join(found[:5])}{f' and {len(found) - 5} more' if len(found) > 5 else ''}. Mark a gradient "

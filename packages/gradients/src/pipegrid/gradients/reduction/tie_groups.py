@@ -11,7 +11,6 @@ from pipegrid.core.graph import ModuleGraph
 from pipegrid.gradients.errors import GradientError
 from pipegrid.topology import GroupSpec
 
-_REPLICA_DIMS = ("dp", "cp")
 _STAGE_DIM = "pp"
 
 Shard = tuple[tuple[str, int], ...]
@@ -20,14 +19,10 @@ Shard = tuple[tuple[str, int], ...]
 
 @frozen
 class TieGroup:
-    """The ranks with a copy of one shard of a tied parameter.
+    """The ranks with a copy of one shard of a tied parameter."""
 
-    Attributes:
-        spec: the group to create: all copies, ascending by stage, then by rank.
-        contributing: the ranks whose gradient is a term of the sum. The others are tensor-parallel replicas.
-    """
-
-    spec: GroupSpec
+    spec: GroupSpec  # the group to create: all copies, ascending by stage, then by rank
+    # The ranks whose gradient is a term of the sum. The others are tensor-parallel replicas.
     contributing: frozenset[int]
 
 
@@ -54,13 +49,11 @@ def tie_groups(name: str, stages: Sequence[int], graph: ModuleGraph, grids: Mapp
                 ranks.append(rank)
             if alike or not any(coordinate for _, coordinate in shard):
                 contributing.add(rank)
-    return tuple(
-        TieGroup(
-            GroupSpec(ranks, "/".join(["tied", name, *(f"{dim}{index}" for dim, index in shard)]), shared=False),
-            frozenset(contributing.intersection(ranks)),
-        )
-        for shard, ranks in sorted(members.items())
-    )
+    found = []
+    for shard, ranks in sorted(members.items()):
+        label = "/".join(["tied", name, *(f"{dim}{index}" for dim, index in shard)])
+        found.append(TieGroup(GroupSpec(ranks, label, shared=False), frozenset(contributing.intersection(ranks))))
+    return tuple(found)
 
 
 def shards_alike(stages: Sequence[int], graph: ModuleGraph, grids: Mapping[str, Any]) -> bool:
@@ -103,4 +96,4 @@ def _grid_of(stage: int, graph: ModuleGraph, grids: Mapping[str, Any]) -> Any:
 def _shard_sizes(grid: Any) -> dict[str, int]:
     """Dims that shard or replicate a parameter on one stage of one replica, with their sizes."""
     sizes = zip(grid.dim_names, grid.shape, strict=True)
-    return {dim: size for dim, size in sizes if size > 1 and dim not in (*_REPLICA_DIMS, _STAGE_DIM)}
+    return {dim: size for dim, size in sizes if size > 1 and dim not in ("dp", "cp", _STAGE_DIM)}

@@ -35,8 +35,7 @@ from pipegrid.transport.collectives.starting import start
 COMPARED_EVERY: Final = 100
 """Sums of a tied gradient from one comparison of its copies to the next; the first is with the second sum."""
 
-_CHUNK = 2**22
-"""Elements compared at a time: bounds the memory of the check beside a large embedding."""
+_CHUNK = 2**22  # elements compared at a time: bounds the memory of the check beside a large embedding
 
 
 @frozen(eq=False, field_transformer=checked_fields(GradientError))
@@ -79,8 +78,7 @@ class TiedParameters:
         first = self.copies[0]
         total = torch.zeros_like(first, dtype=accumulation_dtype(first))
         for copy in self.copies if self.contributes else ():
-            gradient = accumulated(copy)
-            if gradient is not None:
+            if (gradient := accumulated(copy)) is not None:
                 total.add_(gradient)
         if self.group is not None:
             all_reduce(total, self.group)(waiting or Waiting())
@@ -150,15 +148,14 @@ def tie_parameters(
     """
     stages = tuple(sorted(checked(stages, tuple[Index, ...], "stages", GradientError)))
     if len(set(stages)) != len(stages) or len(stages) < 2:
-        raise GradientError(
-            f"tied parameter {name!r} has the stages {list(stages)}; name two or more stages, each once"
-        )
+        what = f"tied parameter {name!r} has the stages {list(stages)}"
+        raise GradientError(f"{what}; name two or more stages, each once")
     if grids is None and group is None and copies:
         raise GradientError(f"tied parameter {name!r} has copies here, and neither grids nor a group to sum them over")
     if grids is not None and group is not None:
         raise GradientError(f"tied parameter {name!r} has grids and a group; give one of the two")
     if grids is not None:
-        tied = _over_grids(name, copies, stages, *_by_module(grids, graph), timeout)
+        tied = _over_grids(name, copies, stages, graph, grids, timeout)
     else:
         _require_copies(name, copies, [stage for stage in stages if stage in copies])
         tied = TiedParameters(name, stages, _distinct(copies), group)
@@ -197,27 +194,21 @@ def ties_among(
     return tuple(evolve(tie, group=made[specs[tie.name]] if tie.name in specs else None) for tie in ties)
 
 
-def _by_module(
-    grids: Mapping[str, HyperCommGrid] | HyperCommGrid, graph: ModuleGraph | int | None
-) -> tuple[ModuleGraph, Mapping[str, HyperCommGrid]]:
-    """The graph, and the grid of each of its modules."""
+def _over_grids(
+    name: str,
+    copies: Mapping[int, torch.nn.Parameter],
+    stages: tuple[int, ...],
+    graph: ModuleGraph | int | None,
+    grids: Mapping[str, HyperCommGrid] | HyperCommGrid,
+    timeout: timedelta | None,
+) -> TiedParameters:
+    """This rank's part of a sum over stages and replicas together."""
     if graph is None and isinstance(grids, HyperCommGrid):
         graph = grids.dim_size("pp") if "pp" in grids.dim_names else 1
     if graph is None:
         raise GradientError("grids of several modules are tied along their graph; pass graph=...")
     graph = chain(graph) if isinstance(graph, int) else graph
-    return graph, dict.fromkeys(graph.order, grids) if isinstance(grids, HyperCommGrid) else grids
-
-
-def _over_grids(
-    name: str,
-    copies: Mapping[int, torch.nn.Parameter],
-    stages: tuple[int, ...],
-    graph: ModuleGraph,
-    grids: Mapping[str, HyperCommGrid],
-    timeout: timedelta | None,
-) -> TiedParameters:
-    """This rank's part of a sum over stages and replicas together."""
+    grids = dict.fromkeys(graph.order, grids) if isinstance(grids, HyperCommGrid) else grids
     rank = dist.get_rank()
     found = tie_groups(name, stages, graph, grids)
     sharded = any(marks_of(copy).sharded for copy in copies.values())
@@ -228,8 +219,7 @@ def _over_grids(
         )
     _require_copies(name, copies, stages_here(stages, graph, grids, rank))
     made = create_groups((tie.spec for tie in found if len(tie.spec.ranks) > 1), timeout=timeout)
-    own = next((tie for tie in found if rank in tie.spec.ranks), None)
-    if own is None:
+    if (own := next((tie for tie in found if rank in tie.spec.ranks), None)) is None:
         return TiedParameters(name, stages)
     return TiedParameters(name, stages, _distinct(copies), made.get(own.spec), rank in own.contributing)
 
@@ -260,12 +250,10 @@ def _require_equal(tied: TiedParameters) -> None:
     if len(set(forms.values())) > 1 or any(" beside " in each for each in forms.values()):
         raise GradientError(f"the copies of tied parameter {tied.name!r} differ: {'; '.join(by_text(forms))}")
     values = _of_ranks(tied, f"{_difference_to_first(tied):.6g}")
-    apart = [f"rank {rank} by {value}" for rank, value in values.items() if float(value)]
-    if apart:
+    if apart := [f"rank {rank} by {value}" for rank, value in values.items() if float(value)]:
         raise GradientError(
             f"the copies of tied parameter {tied.name!r} differ from that of rank {next(iter(values))}: "
-            f"{', '.join(apart)}; "
-            "initialize them with the same seed, or broadcast one of them first"
+            f"{', '.join(apart)}; initialize them with the same seed, or broadcast one of them first"
         )
 
 
@@ -325,9 +313,8 @@ def required_ties(
     for tie in ties:
         held = sorted(set(tie.stages) & set(stages))
         if held and not any(id(copy) in parameters for copy in tie.copies):
-            raise GradientError(
-                f"tied parameter {tie.name!r} is on stage {held[0]}, whose model trains none of its copies"
-            )
+            where = f"tied parameter {tie.name!r} is on stage {held[0]}"
+            raise GradientError(f"{where}, whose model trains none of its copies")
     names = {tie.name for tie in ties}
     if getattr(config, "finalize_model_grads_func", None) is None:
         _require_declared_ties(models, names)

@@ -42,18 +42,8 @@ from pipegrid.core.errors import StepArgumentError
 from pipegrid.core.fields import Index, Seconds, checked
 from pipegrid.monitor.control import DisagreementError, Failure, bounded_store, silent
 from pipegrid.monitor.epochs.errors import FencedError, RankLostError
-from pipegrid.monitor.epochs.heartbeat import Heartbeat
-from pipegrid.monitor.epochs.joining import admission
-from pipegrid.monitor.epochs.records import (
-    Alarm,
-    Ballot,
-    DoneCount,
-    Epoch,
-    Retire,
-    Verdict,
-    admissible,
-    decide,
-)
+from pipegrid.monitor.epochs.heartbeat import WATCHED, Heartbeat
+from pipegrid.monitor.epochs.records import Alarm, Ballot, DoneCount, Epoch, Retire, Verdict, admissible, decide
 from pipegrid.monitor.epochs.stored_epochs import LEFT, EpochStore, StoredEpochs
 from pipegrid.monitor.monitor import JobFailedError
 from pipegrid.topology.bounded_calls import BoundedCalls
@@ -131,7 +121,7 @@ class Epochs:
             stored.heartbeats(rank, self.incarnation, 1)
         self.ready = self.incarnation == 1
         self.current = self._heartbeat.epoch = self._first if self.ready else _OUTSIDE
-        self._close = weakref.finalize(self, _end, self._heartbeat, _started(self._heartbeat), self._calls, calls)
+        self._close = weakref.finalize(self, _end, self._heartbeat, *_started(self._heartbeat), self._calls, calls)
 
     def join(self) -> Verdict:
         """Ask for the place of this rank, whose earlier process has ended, and wait until the members take this one in.
@@ -144,7 +134,7 @@ class Epochs:
             JobFailedError: the job has ended, no member has a heartbeat, or the store does not answer.
         """
         with self._answering("join()"):
-            outcome = admission(self._stored, self._heartbeat, self._first, self._deadline)
+            outcome = _admission(self._stored, self._heartbeat, self._first, self._deadline)
         if isinstance(outcome, Failure):
             raise self._ended(outcome)
         self._enter(outcome)
@@ -192,10 +182,9 @@ class Epochs:
         return True
 
     def lost(self, rank: int, why: str, epoch: Epoch | None = None) -> None:
-        """Record for all that the process of ``rank`` has ended that is a member of ``epoch``. From any thread.
+        """Record for all that the process of ``rank`` in ``epoch`` (None: the current one) has ended. From any thread.
 
-        A rank that lives and closes a lane, after a failure of its own, is not lost. ``epoch``: None is the current
-        one.
+        A rank that lives and closes a lane, after a failure of its own, is not lost.
         """
         try:
             self._heartbeat.lost(rank, why, epoch)
@@ -241,7 +230,7 @@ class Epochs:
     def give_up(self, error: str) -> None:
         """Fail the job: `done` and `vote` of all members raise a JobFailedError with ``error``. From any thread.
 
-        Of a rank that the others go on without, nothing.
+        No effect where the others go on without this rank.
         """
         self._failed = self._failed or error
         epoch = self.current
@@ -287,8 +276,7 @@ class Epochs:
     def _alarmed(self) -> bool:
         """Whether the epoch ends, by the store."""
         epoch = self.current.number
-        alarm = self._stored.alarm(epoch)
-        if alarm is None:
+        if (alarm := self._stored.alarm(epoch)) is None:
             return False
         outcome = self._stored.verdict(epoch)
         if isinstance(outcome, Failure):
@@ -310,8 +298,7 @@ class Epochs:
             if self.rank == living[0] or waited > self._deadline:
                 ballots = {member: self._stored.ballot(epoch.number, member) for member in living}
                 voted = {member: ballot for member, ballot in ballots.items() if ballot is not None}
-                silent = [member for member in living if member not in voted]
-                if not silent:
+                if not (silent := [member for member in living if member not in voted]):
                     alarm = self._stored.alarm(epoch.number)  # with who asks, as each knew before it voted
                     decided = decide(epoch, voted, alarm or Alarm(), self._retire, rank=self.rank)
                     return self._stored.propose(epoch.number, decided)
@@ -361,6 +348,42 @@ class Epochs:
             raise JobFailedError(f"{what}: {self._heartbeat.failure or silent(error)}") from error
 
 
+def _admission(stored: StoredEpochs, heartbeat: Heartbeat, epoch: Epoch, deadline: float) -> Verdict | Failure:
+    """Ask to join, and wait for the vote result by which this process is a member, or that the job has failed.
+
+    It may take as long as a step, or until other new processes, with which this one computes, have asked. ``deadline``:
+    seconds in which some member's heartbeat is seen, or an earlier process of the rank is voted out.
+    """
+    rank, own, began = heartbeat.rank, heartbeat.incarnation, time.monotonic()
+    stored.ask(rank, own)
+    known, seen = dict[int, int](), began
+    while True:
+        outcome = stored.verdict(epoch.number)
+        if isinstance(outcome, Failure) or (outcome is not None and outcome.epoch.has(rank, own)):
+            return outcome
+        if heartbeat.failure:
+            raise JobFailedError(heartbeat.failure)
+        if outcome is not None:
+            epoch = outcome.epoch
+            continue
+        if stored.asking()[rank] > own or epoch.incarnations[rank] > own:
+            raise FencedError(f"another process of rank {rank} has come after this one")
+        others = [member for member in epoch.members if member != rank][:WATCHED]
+        heartbeats = {member: stored.heartbeats(member, epoch.incarnations[member]) for member in others}
+        now = time.monotonic()
+        if all(count >= LEFT for count in heartbeats.values()):
+            raise JobFailedError("the job has ended: its ranks have left")
+        known, seen = heartbeats, seen if heartbeats == known else now
+        if now - seen > deadline:
+            raise JobFailedError(
+                f"ranks {[*heartbeats]} have been silent for {deadline:.3g} s: the job has ended, or the store is that "
+                "of another attempt"
+            )
+        if rank in epoch.members and now - began > deadline:
+            raise FencedError(f"a process of rank {rank} is in the job and lives: end it before another one starts")
+        time.sleep(min(0.1, heartbeat.interval))
+
+
 def _started(heartbeat: Heartbeat) -> tuple[Event, Thread]:
     stop = Event()
     thread = Thread(target=heartbeat.run, args=(stop,), name="pipegrid-heartbeat", daemon=True)
@@ -368,8 +391,7 @@ def _started(heartbeat: Heartbeat) -> tuple[Event, Thread]:
     return stop, thread
 
 
-def _end(heartbeat: Heartbeat, running: tuple[Event, Thread], *calls: Any) -> None:
-    stop, thread = running
+def _end(heartbeat: Heartbeat, stop: Event, thread: Thread, *calls: Any) -> None:
     stop.set()
     if thread is not current_thread():
         thread.join()

@@ -23,30 +23,18 @@ class Heartbeat:
 
     Each member watches the next ones in the ring of members. Where some are dead, the last living one before each gap
     watches into it, so every death is noticed by a member that lives.
-
-    Attributes:
-        stored: the epoch store, over a connection of the thread's own.
-        rank: this one.
-        incarnation: number of this process among those of its rank, from 1.
-        epoch: the current one, as far as this rank knows.
-        limit: seconds without a heartbeat after which a rank is lost.
-        deadline: the same, of a rank without a first one.
-        number: of the key that this rank works on.
-        waiting: whether this rank waits for the others.
-        on_alarm: called once per epoch, with the reason.
-        failure: why the thread has ended, if it has.
     """
 
-    stored: StoredEpochs
+    stored: StoredEpochs  # the epoch store, over a connection of the thread's own
     rank: int
-    incarnation: int
-    epoch: Epoch
-    limit: float
-    deadline: float
-    on_alarm: Callable[[str], object]
-    number: int = 0
-    waiting: bool = False
-    failure: str = ""
+    incarnation: int  # number of this process among those of its rank, from 1
+    epoch: Epoch  # the current one, as far as this rank knows
+    limit: float  # seconds without a heartbeat after which a rank is lost
+    deadline: float  # the same, of a rank without a first one
+    on_alarm: Callable[[str], object]  # called once per epoch, with the reason
+    number: int = 0  # of the key that this rank works on
+    waiting: bool = False  # whether this rank waits for the others
+    failure: str = ""  # why the thread has ended, if it has
     _alarm: tuple[int, Alarm] | None = field(default=None, init=False)
     # Of a process (rank, incarnation): heartbeats, and seconds without one.
     _seen: dict[tuple[int, int], tuple[int, float]] = field(factory=dict, init=False)
@@ -131,10 +119,9 @@ class Heartbeat:
             self.on_alarm(str(alarm))
 
     def lost(self, rank: int, why: str, epoch: Epoch | None = None) -> None:
-        """Record that the process of ``rank`` is lost that is a member of ``epoch`` (None: the current one).
+        """Record that the process of ``rank`` in ``epoch`` (None: the current one) is lost, there and in later epochs.
 
-        It is lost in this epoch and in those that have begun meanwhile with it as a member. A vote result that is not
-        there after the alarm was raised is written by, and read by, ranks that find the alarm.
+        A vote result that is not there after the alarm was raised is written, and read, by ranks that find the alarm.
         """
         epoch = epoch or self.epoch
         incarnation = epoch.incarnations.get(rank, 0)

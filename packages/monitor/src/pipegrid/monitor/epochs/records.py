@@ -6,7 +6,7 @@ import json
 import zlib
 from collections.abc import Callable, Collection, Iterable, Mapping
 
-from attrs import Factory, asdict, evolve, field, frozen
+from attrs import Factory, asdict, astuple, evolve, field, frozen
 
 from pipegrid.monitor.control import Failure
 from pipegrid.transport.collectives.differences import by_text
@@ -67,33 +67,22 @@ class Verdict:
 
 @frozen
 class Ballot:
-    """A rank's vote: the key that it last worked on, and whether it has done it.
+    """A rank's vote: the key that it last worked on, and whether it has done it."""
 
-    Attributes:
-        number: of the key since the start of the job.
-        key: its text.
-        done: whether this rank has done it.
-        edge: whether new processes may join before this key.
-        ready: whether this rank has the state of the job.
-    """
-
-    number: int
-    key: str
-    done: bool
-    edge: bool = False
-    ready: bool = True
+    number: int  # of the key since the start of the job
+    key: str  # its text
+    done: bool  # whether this rank has done it
+    edge: bool = False  # whether new processes may join before this key
+    ready: bool = True  # whether this rank has the state of the job
 
     def to_text(self) -> str:
         """The ballot as text."""
-        return json.dumps([self.number, self.key, self.done, self.edge, self.ready])
+        return json.dumps(astuple(self))
 
 
 @frozen
 class Alarm:
-    """The reasons for an epoch's end: lost ranks, each with the reason; new processes; the first other reason.
-
-    ``asking`` has the incarnation of each process that asks to join, by rank.
-    """
+    """The reasons for an epoch's end: lost ranks and why; another reason; who asks to join, rank to incarnation."""
 
     lost: Mapping[int, str] = field(factory=dict)
     why: str = ""
@@ -137,7 +126,7 @@ class DoneCount:
 def alarm_of(text: str) -> Alarm:
     """Read an alarm."""
     lost, why, asking = json.loads(text)
-    return Alarm({int(rank): str(reason) for rank, reason in lost}, why, dict(asking))
+    return Alarm(dict(lost), why, dict(asking))
 
 
 def verdict_to_text(outcome: Verdict | Failure) -> str:
@@ -166,8 +155,7 @@ Retire = Callable[[frozenset[int]], Iterable[int]]
 def admissible(epoch: Epoch, asking: Mapping[int, int], living: Collection[int], retire: Retire) -> dict[int, int]:
     """The processes that ask to join and can: their incarnations by rank.
 
-    A rank of which no process lives, each incarnation once; and no rank that would retire at once, since others with
-    which it computes are still missing.
+    Of ranks without a living process, each incarnation once; none that would retire at once, as peers are missing.
     """
     found = {
         rank: incarnation
@@ -176,8 +164,7 @@ def admissible(epoch: Epoch, asking: Mapping[int, int], living: Collection[int],
     }
     while found:
         missing = epoch.incarnations.keys() - found.keys() - {*living}
-        without = found.keys() & {*retire(frozenset(missing))}
-        if not without:
+        if not (without := found.keys() & {*retire(frozenset(missing))}):
             break
         found = {rank: incarnation for rank, incarnation in found.items() if rank not in without}
     return found
@@ -195,12 +182,7 @@ def decide(
     New processes join where the next key is one that they may begin with. If nothing else has changed, members that
     have not got the state of the job leave: they have failed, or made others fail.
 
-    Args:
-        epoch: the one that ends.
-        ballots: of all its members but the lost ones, at least.
-        alarm: members that are lost, each with the reason, and processes that ask to join.
-        retire: the living ranks that leave with the given dead.
-        rank: this one, for a failure's text.
+    ``ballots`` are of all members of the epoch but the lost ones, at least.
     """
     living = [member for member in epoch.members if member not in alarm.lost]
     retired = set(retire(frozenset(alarm.lost))) & set(living)
@@ -220,16 +202,8 @@ def decide(
         without = dict.fromkeys(sorted(joining), "it has not got the state of the job")
         return decide(epoch, ballots, evolve(alarm, lost=without), retire, rank=rank)
     if going_on and len(joining) == len(going_on):
-        text = "no rank with the state of the job is left: start all ranks again, from the last checkpoint"
-        return Failure(rank, text)
+        return Failure(rank, "no rank with the state of the job is left: start all again, from the last checkpoint")
     members = tuple(sorted({*going_on, *joined}))
-    following_epoch = Epoch(
-        epoch.number + 1, members, {**epoch.incarnations, **joined}, tuple(sorted({*joining, *joined}))
-    )
-    return Verdict(
-        following_epoch,
-        dict(alarm.lost),
-        tuple(sorted(retired)),
-        keys,
-        joined=tuple(sorted(joined)),
-    )
+    joining_next = tuple(sorted({*joining, *joined}))
+    following_epoch = Epoch(epoch.number + 1, members, {**epoch.incarnations, **joined}, joining_next)
+    return Verdict(following_epoch, dict(alarm.lost), tuple(sorted(retired)), keys, joined=tuple(sorted(joined)))

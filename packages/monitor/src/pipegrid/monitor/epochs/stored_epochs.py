@@ -10,15 +10,7 @@ from typing import Protocol
 from attrs import frozen
 
 from pipegrid.monitor.control import ControlStore, Failure
-from pipegrid.monitor.epochs.records import (
-    Alarm,
-    Ballot,
-    DoneCount,
-    Verdict,
-    alarm_of,
-    verdict_of,
-    verdict_to_text,
-)
+from pipegrid.monitor.epochs.records import Alarm, Ballot, DoneCount, Verdict, alarm_of, verdict_of, verdict_to_text
 
 LEFT = 1 << 40
 """The number that a rank which leaves adds to its heartbeat counter."""
@@ -38,7 +30,6 @@ class EpochStore(ControlStore, Protocol):
 
     def wait(self, keys: list[str], timeout: timedelta, /) -> None:
         """Return when all keys are there."""
-        ...
 
 
 @frozen

@@ -12,16 +12,13 @@
 from __future__ import annotations
 
 from pipegrid.transport.backends.base import Mover, Operation, Ticket
-from pipegrid.transport.backends.dry import DryMover
-from pipegrid.transport.backends.gloo import BACKEND, GlooMover, Loop, never_preempt, one_loop
-from pipegrid.transport.backends.kinds import BackendKind, kind_of, nccl_options
+from pipegrid.transport.backends.gloo import DryMover, GlooMover, Loop, never_preempt, one_loop
+from pipegrid.transport.backends.kinds import kind_of, nccl_options
 from pipegrid.transport.backends.local import LocalMover
 from pipegrid.transport.backends.nccl import NcclMover, NcclTicket, connect_members, lift_timeout, warn_of_watchdog
 from pipegrid.transport.backends.staged import StagedMover
 
 __all__ = [
-    "BACKEND",
-    "BackendKind",
     "DryMover",
     "GlooMover",
     "LocalMover",

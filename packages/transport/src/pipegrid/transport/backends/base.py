@@ -21,32 +21,21 @@ class Ticket(Protocol):
 
     def hold(self, timeout: timedelta) -> None:
         """Hold the host until the message is done; once, by one thread at a time."""
-        ...
 
     def done(self) -> bool:
         """Whether the message is done. Over gloo only `hold` finds out."""
-        ...
 
     def order(self) -> None:
-        """Order the current stream after the message; where the mover is not ``streams``, after `hold`.
-
-        Raises what the message has failed with by then.
-        """
-        ...
+        """Order the current stream after the message, or raise; where the mover is not ``streams``, after `hold`."""
 
 
 class Mover(Protocol):
-    """Moves the messages of one communicator.
+    """Moves the messages of one communicator."""
 
-    Attributes:
-        streams: messages complete in stream order, so that a wait need not hold the host.
-    """
-
-    streams: bool
+    streams: bool  # messages complete in stream order, so that a wait need not hold the host
 
     def start(self, operations: Sequence[Operation]) -> Sequence[Ticket]:
         """Start messages as one simultaneous batch; a ticket for each. RuntimeError where the connection is gone."""
-        ...
 
     def start_one(self, sending: bool, tensors: Sequence[Tensor], lane: int, epoch: int, /) -> Ticket:
         """Start one message, given the parts of its `Operation`."""
@@ -58,4 +47,3 @@ class Mover(Protocol):
 
     def abort(self) -> None:
         """End all messages under way, as far as `Wire.cut` does not; may block until device kernels have ended."""
-        ...

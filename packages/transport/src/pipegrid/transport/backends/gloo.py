@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from attrs import define, field
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -34,11 +35,11 @@ _ORDER_NUMBERS = 2**12
 _EPOCHS = 16
 
 
+@define(eq=False, slots=False)
 class Loop:
     """The devices that groups are made on; the options of `BACKEND`."""
 
-    def __init__(self) -> None:
-        self._made: dict[str, Any] = {}
+    _made: dict[str, Any] = field(factory=dict, init=False)
 
     @cached_property
     def _devices(self) -> list[Any]:
@@ -108,21 +109,31 @@ class GlooTicket(list[Any]):
         """Return: the host is the stream of a CPU."""
 
 
-class GlooMover(Mover):
-    """Sends and receives of a gloo backend.
+class DryMover(Mover):
+    """Drops what is sent, and receives zeros: a dry run over torch's ``fake`` backend, where no other rank exists."""
 
-    Args:
-        backend: has ``send`` and ``recv``.
-        peers: per lane of this rank, by index, the rank at its other end, as rank in the group.
-        lanes: how many lanes use it, on all ranks.
-    """
+    streams = False
+
+    def start(self, operations: Sequence[Operation]) -> Sequence[GlooTicket]:
+        """Fill the buffers of receives with zeros; done from the start."""
+        for sending, tensors, _, _ in operations:
+            for tensor in () if sending else tensors:
+                tensor.detach().zero_()
+        return [GlooTicket() for _ in operations]
+
+    def abort(self) -> None:
+        """Return: nothing is under way."""
+
+
+class GlooMover(Mover):
+    """Sends and receives of a gloo backend, which has ``send`` and ``recv``."""
 
     streams = False
 
     def __init__(self, backend: Any, peers: Mapping[int, int], lanes: int) -> None:
         self._send, self._recv = backend.send, backend.recv
-        self._peers = peers
-        self._lanes = lanes
+        self._peers = peers  # per lane of this rank, by index, the rank at its other end, as rank in the group
+        self._lanes = lanes  # how many use it, on all ranks
         self._started = Counter[tuple[bool, int]]()  # sends to each peer, and receives
 
     def start(self, operations: Sequence[Operation]) -> Sequence[GlooTicket]:
@@ -144,10 +155,9 @@ class GlooMover(Mover):
         return lambda tensors: GlooTicket((verb(tensors, peer, tag),))
 
     def _tag(self, sending: bool, peer: int, lane: int, epoch: int) -> int:
-        """Keep apart messages that would meet by mistake: the mistake then runs into the deadline.
+        """Keep apart messages that would meet by mistake, an overflow or a swap: it then runs into the deadline.
 
-        Without it, gloo would let messages meet across a renewal that one side did not make, or, on a shared
-        communicator, messages that the two sides did not start in the same order: an overflow or a swap.
+        A renewal that one side did not make; on a shared communicator, messages not started in the same order.
         """
         number = self._started[sending, peer] % _ORDER_NUMBERS
         self._started[sending, peer] += 1

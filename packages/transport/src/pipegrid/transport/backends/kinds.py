@@ -23,30 +23,19 @@ NCCL = "nccl"
 
 @frozen(kw_only=True)
 class BackendKind:
-    """The differences between backends.
-
-    Attributes:
-        name: of the backend.
-        devices: the types of device that it serves.
-        options: whether it takes NCCL's options.
-        order: which messages come in order.
-        waits: a wait of a work orders the current stream; orders it and raises an error that is known by then; or holds
-            the host.
-        keeps_sends: an idle group holds sent tensors until their work was waited for.
-        connects: at the first operation, or when the group is made.
-        ends_process: seconds from an error to the end of the process by torch's watchdog; None where it has none.
-        peers: whether there are other ranks: torch's ``fake`` has none, and its operations do nothing.
-    """
+    """The differences between backends."""
 
     name: str
-    devices: tuple[str, ...]
-    options: bool = False
-    order: OrderModel
+    devices: tuple[str, ...]  # the types of device that it serves
+    options: bool = False  # whether it takes NCCL's options
+    order: OrderModel  # which messages come in order
+    # A wait of a work orders the current stream; orders it and raises an error known by then; or holds the host.
     waits: Literal["orders", "orders_and_raises", "holds"]
-    keeps_sends: bool = False
-    connects: Literal["lazy", "eager"]
+    keeps_sends: bool = False  # an idle group holds sent tensors until their work was waited for
+    connects: Literal["lazy", "eager"]  # at the first operation, or when the group is made
+    # Seconds from an error to the end of the process by torch's watchdog; None where it has none.
     ends_process: float | None = None
-    peers: bool = True
+    peers: bool = True  # whether there are other ranks: torch's ``fake`` has none, and its operations do nothing
 
     @property
     def in_streams(self) -> bool:
@@ -54,15 +43,6 @@ class BackendKind:
         return self.waits != "holds"
 
 
-_LEGACY = BackendKind(
-    name="nccl-legacy",
-    devices=("cuda",),
-    options=True,
-    order=ORDER_MODELS["nccl-legacy"],
-    waits="orders",
-    connects="lazy",
-    ends_process=60.0,
-)
 _NCCL2 = BackendKind(
     name="nccl2",
     devices=("cuda",),
@@ -74,22 +54,24 @@ _NCCL2 = BackendKind(
     ends_process=16.0,
 )
 _LAZY = attrs.evolve(_NCCL2, name="nccl-lazy", order=ORDER_MODELS["nccl-lazy"])
+_LEGACY = attrs.evolve(
+    _NCCL2,
+    name="nccl-legacy",
+    order=ORDER_MODELS["nccl-legacy"],
+    waits="orders",
+    keeps_sends=False,
+    connects="lazy",
+    ends_process=60.0,
+)
 _GLOO = BackendKind(name="gloo", devices=("cpu", "cuda"), order=ORDER_MODELS["gloo"], waits="holds", connects="eager")
-_KINDS = {
-    **{kind.name: kind for kind in (_LEGACY, _NCCL2, _LAZY, _GLOO)},
-    "fake": BackendKind(
-        name="fake", devices=("cpu", "cuda"), order=ORDER_MODELS["gloo"], waits="holds", connects="lazy", peers=False
-    ),
-}
+_FAKE = attrs.evolve(_GLOO, name="fake", connects="lazy", peers=False)
+_KINDS = {kind.name: kind for kind in (_LEGACY, _NCCL2, _LAZY, _GLOO, _FAKE)}
 
 
 def kind_of(backend: str, group: Any = None) -> BackendKind:
-    """The kind of a backend.
+    """The kind of the backend of that name; for ``nccl`` that of ``group``, or the strictest of what torch may make.
 
-    Args:
-        backend: its name. One that is not known here and serves an accelerator is of the strictest kind: as nccl2, but
-            a wait need not raise.
-        group: one that was made with it; None for ``nccl`` is the strictest of what torch may make.
+    One that is not known here and serves an accelerator is as nccl2, but a wait need not raise.
     """
     if backend == NCCL:
         legacy = getattr(dist, "ProcessGroupNCCL", None)

@@ -9,60 +9,57 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+from attrs import define, field
 from torch import Tensor
 
 from pipegrid.transport.backends.base import Mover, Operation
 from pipegrid.transport.streams import current_stream, follow, mark, used_here
 
 
-class LocalTicket:
-    """A send or a receive of a rank to itself."""
-
-    def __init__(self, mover: LocalMover, tensors: Sequence[Tensor]) -> None:
-        self.tensors = tensors
-        self.stream = current_stream(mover.device)
-        self.matched = False
-        self.events: Sequence[Any] = mark(mover.device)  # of a receive, before the copy: the buffers are free
-        self._mover = mover
+@define(eq=False)
+class _LocalTicket:
+    mover: LocalMover
+    tensors: Sequence[Tensor]
+    stream: torch.Stream | None
+    events: Sequence[Any]  # of a receive, before the copy: the buffers are free
+    matched: bool = False
 
     def hold(self, timeout: timedelta) -> None:
         """Wait until the send has come; the copy itself is ordered by `order`."""
-        with self._mover.changed:
-            self._mover.changed.wait_for(lambda: self.matched or self._mover.aborted, timeout.total_seconds())
+        with self.mover.changed:
+            self.mover.changed.wait_for(lambda: self.matched or self.mover.aborted, timeout.total_seconds())
         if not self.matched:
             raise RuntimeError(f"no send came in {timeout.total_seconds():.3g} s")
 
     def done(self) -> bool:
-        """Whether the send has come."""
         return self.matched
 
     def order(self) -> None:
-        """Order the current stream after the copy."""
-        follow(self.events, self._mover.device)
+        follow(self.events, self.mover.device)
 
 
+@define(eq=False)
 class LocalMover(Mover):
     """Copies from sends to receives of one rank, in order."""
 
+    device: torch.device
+    changed: threading.Condition = field(factory=threading.Condition, init=False)
+    aborted: bool = field(default=False, init=False)
+    _copies: deque[tuple[list[Tensor], Sequence[Any], Any]] = field(factory=deque, init=False)
+    _receives: deque[_LocalTicket] = field(factory=deque, init=False)
+
     streams = False
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.changed = threading.Condition()
-        self.aborted = False
-        self._copies: deque[tuple[list[Tensor], Sequence[Any], Any]] = deque()
-        self._receives: deque[LocalTicket] = deque()
-
-    def start(self, operations: Sequence[Operation]) -> Sequence[LocalTicket]:
+    def start(self, operations: Sequence[Operation]) -> Sequence[_LocalTicket]:
         """Copy what is sent, and fill the receives whose sends have come."""
         tickets = []
         with self.changed:
             for sending, tensors, _, _ in operations:
-                ticket = LocalTicket(self, tensors)
+                ticket = _LocalTicket(self, tensors, current_stream(self.device), mark(self.device))
                 tickets.append(ticket)
                 if sending:
                     copies = [tensor.detach().clone() for tensor in tensors]
-                    self._copies.append((copies, mark(self.device), current_stream(self.device)))
+                    self._copies.append((copies, mark(self.device), ticket.stream))
                     ticket.matched = True
                 else:
                     self._receives.append(ticket)
@@ -71,7 +68,7 @@ class LocalMover(Mover):
             self.changed.notify_all()
         return tickets
 
-    def _copy(self, receive: LocalTicket, copies: Sequence[Tensor], made: Sequence[Any], stream: Any) -> None:
+    def _copy(self, receive: _LocalTicket, copies: Sequence[Tensor], made: Sequence[Any], stream: Any) -> None:
         follow((*made, *receive.events), self.device)
         used_here(copies, stream)
         used_here(receive.tensors, receive.stream)

@@ -20,6 +20,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+from attrs import define
 
 from pipegrid.topology import abort_group
 from pipegrid.topology.bounded_calls import reason_to_give_up
@@ -58,12 +59,9 @@ def lift_timeout(group: Any) -> None:
 
 
 def connect_members(group: Any, device: torch.device, kind: BackendKind, seconds: float) -> None:
-    """Connect a group of more than two ranks whose backend does so at the first operation, which waits for all members.
+    """Connect a group of more than two ranks whose backend does so at the first operation, within ``seconds``.
 
     Lanes are proved pair by pair: without this a pair would wait for a member that waits for one of the pair.
-
-    Raises:
-        RuntimeError: some member did not come within ``seconds``.
     """
     if kind.connects == "lazy" and group.size() > 2:
         work = group.allreduce([torch.zeros(1, device=device)])
@@ -71,15 +69,11 @@ def connect_members(group: Any, device: torch.device, kind: BackendKind, seconds
 
 
 class NcclTicket:
-    """The messages of a batch, which share its work; it keeps their ``group``.
+    """The messages of a batch, which share its ``works``; it keeps their ``group`` (None: the default one).
 
-    Works of a group that was aborted raise its cause, whatever the backend says of them.
-
-    Args:
-        works: of the backend.
-        group: that they are of; None is the default one.
-        kind: of the backend; None is one whose works say after a wait whether they failed, and keep no tensors.
-        aside: the stream under which works are waited for only to have them drop their tensors; None is the current.
+    Works of a group that was aborted raise its cause, whatever the backend says of them. ``kind`` None: works say after
+    a wait whether they failed, and keep no tensors. ``aside``: the stream under which works are waited for only to have
+    them drop their tensors; None is the current.
     """
 
     __slots__ = ("_aside", "_group", "_keeps", "_raises", "_works")
@@ -101,10 +95,7 @@ class NcclTicket:
             self.done()
 
     def done(self) -> bool:
-        """Whether the batch is done. A failed work is completed as well, so its error is asked for.
-
-        The device is not polled while aborts drain: nothing is done then.
-        """
+        """Whether the batch is done; not while aborts drain. A failed work is completed, so its error is asked for."""
         device_aborts.require_not_aborted(self._group)
         for work in self._works:
             if not device_aborts.poll(work.is_completed):
@@ -155,31 +146,17 @@ def _raise_failure(work: Any) -> None:
         raise RuntimeError(f"a work of the backend ended with status {status} (1: timeout, 2: lost, 3: other)")
 
 
+@define(eq=False)
 class NcclMover(Mover):
-    """Messages of a device group, each batch in one bracket.
+    """Messages of a device group, each batch in one bracket."""
 
-    Args:
-        group: the process group.
-        peers: per lane of this rank, by index, the rank at its other end, as rank in the group.
-        device: where tensors live.
-        kind: of the group's backend.
-        aside: see `NcclTicket`.
-    """
+    _group: Any
+    _peers: Mapping[int, int]  # per lane of this rank, by index, the rank at its other end, as rank in the group
+    _device: torch.device  # where tensors live
+    _kind: BackendKind
+    _aside: torch.Stream | None  # see `NcclTicket`
 
     streams = True
-
-    def __init__(
-        self,
-        group: Any,
-        peers: Mapping[int, int],
-        device: torch.device,
-        kind: BackendKind,
-        aside: torch.Stream | None,
-    ) -> None:
-        self._group = group
-        self._peers = peers
-        self._device = device
-        self._kind, self._aside = kind, aside
 
     def start(self, operations: Sequence[Operation]) -> Sequence[NcclTicket]:
         """Start messages in one bracket. Never called by a `BackgroundThread`: a lane admits no transfer there."""

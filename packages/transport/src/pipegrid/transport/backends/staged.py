@@ -17,6 +17,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+from attrs import define, field
 from torch import Tensor
 
 from pipegrid.transport.backends.base import Mover, Operation, Ticket
@@ -26,28 +27,25 @@ from pipegrid.transport.streams import current_stream, follow, mark, new_stream,
 from pipegrid.transport.waits.wait_lock import BackgroundThread
 
 
-class StagedSend:
+@define(eq=False)
+class _StagedSend:
     """A send by ``operation`` of the copy in host memory, which is there after ``copied``."""
 
-    def __init__(self, operation: Operation, copied: Sequence[Any]) -> None:
-        self.copied = copied
-        self._operation = operation
-        self._inner: Ticket | None = None
-        self._error: RuntimeError | None = None
-        self._posted = threading.Event()
+    _operation: Operation
+    copied: Sequence[Any]
+    _inner: Ticket | None = field(default=None, init=False)
+    _error: RuntimeError | None = field(default=None, init=False)
+    _posted: threading.Event = field(factory=threading.Event, init=False)
 
     def post(self, mover: GlooMover) -> None:
-        """Hand it to gloo."""
         self._inner = mover.start_one(*self._operation)
         self._posted.set()
 
     def fail(self, error: RuntimeError) -> None:
-        """End it before gloo has it."""
         self._error = error
         self._posted.set()
 
     def hold(self, timeout: timedelta) -> None:
-        """Wait for the copy, and for gloo's send of it."""
         end = time.monotonic() + timeout.total_seconds()
         if not self._posted.wait(timeout.total_seconds()):
             raise RuntimeError(f"not copied to host memory after {timeout.total_seconds():.3g} s")
@@ -56,27 +54,23 @@ class StagedSend:
         self._inner.hold(max(timedelta(seconds=end - time.monotonic()), timedelta(milliseconds=1)))
 
     def done(self) -> bool:
-        """Whether gloo's send is done."""
         return self._inner is not None and self._inner.done()
 
     def order(self) -> None:
         """Return: the tensors have been read once the host has waited."""
 
 
-class StagedReceive:
-    """A receive by ``inner`` into host memory ``staging``, copied to the buffers ``tensors``."""
+@define(eq=False)
+class _StagedReceive:
+    """A receive by ``inner`` into host memory, copied to the buffers: pairs of a buffer and its host memory."""
 
-    def __init__(
-        self, inner: Ticket, tensors: Sequence[Tensor], staging: Sequence[Tensor], device: torch.device
-    ) -> None:
-        self._inner = inner
-        self._copies = list(zip(tensors, staging, strict=True))
-        self._device = device
-        self._stream = current_stream(device)
-        self._events: Sequence[Any] = ()
+    _inner: Ticket
+    _copies: Sequence[tuple[Tensor, Tensor]]
+    _device: torch.device
+    _stream: torch.Stream | None
+    _events: Sequence[Any] = ()
 
     def hold(self, timeout: timedelta) -> None:
-        """Wait for gloo's receive, and start the copy to the device."""
         self._inner.hold(timeout)
         with working_on(self._stream):
             for tensor, staging in self._copies:
@@ -84,38 +78,41 @@ class StagedReceive:
             self._events = mark(self._device)
 
     def done(self) -> bool:
-        """Whether gloo's receive is done."""
         return self._inner.done()
 
     def order(self) -> None:
-        """Order the current stream after the copy."""
         follow(self._events, self._device)
 
 
+@define(eq=False)
 class StagedMover(Mover):
     """Messages by way of host memory, over gloo."""
 
+    _inner: GlooMover
+    _device: torch.device
+    _copying: torch.Stream | None = field(init=False)
+    _changed: threading.Condition = field(factory=threading.Condition, init=False)
+    _unposted: deque[_StagedSend] = field(factory=deque, init=False)
+    _aborted: bool = field(default=False, init=False)
+    _thread: BackgroundThread | None = field(default=None, init=False)
+
     streams = False
 
-    def __init__(self, inner: GlooMover, device: torch.device) -> None:
-        self._inner = inner
-        self._device = device
-        self._copying = new_stream(device)
-        self._changed = threading.Condition()
-        self._unposted: deque[StagedSend] = deque()
-        self._aborted = False
-        self._thread: BackgroundThread | None = None
+    def __attrs_post_init__(self) -> None:
+        self._copying = new_stream(self._device)
 
     def start(self, operations: Sequence[Operation]) -> Sequence[Ticket]:
         """Start the copies of sends to the host, and the receives into it."""
         return [self._send(one) if one[0] else self._receive(one) for one in operations]
 
-    def _receive(self, operation: Operation) -> StagedReceive:
+    def _receive(self, operation: Operation) -> _StagedReceive:
         _, tensors, lane, epoch = operation
         staging = [pinned_like(tensor) for tensor in tensors]
-        return StagedReceive(self._inner.start_one(False, staging, lane, epoch), tensors, staging, self._device)
+        inner = self._inner.start_one(False, staging, lane, epoch)
+        copies = list(zip(tensors, staging, strict=True))
+        return _StagedReceive(inner, copies, self._device, current_stream(self._device))
 
-    def _send(self, operation: Operation) -> StagedSend:
+    def _send(self, operation: Operation) -> _StagedSend:
         _, tensors, lane, epoch = operation
         made, stream = mark(self._device), current_stream(self._device)
         with working_on(self._copying):
@@ -124,14 +121,10 @@ class StagedMover(Mover):
             for host, tensor in zip(staging, tensors, strict=True):
                 host.copy_(tensor, non_blocking=True)
             used_here(tensors, stream)
-            send = StagedSend((True, staging, lane, epoch), mark(self._device, blocking=True))
-        if send.copied:
-            self._post_later(send)
-        else:
+            send = _StagedSend((True, staging, lane, epoch), mark(self._device, blocking=True))
+        if not send.copied:
             send.post(self._inner)
-        return send
-
-    def _post_later(self, send: StagedSend) -> None:
+            return send
         with self._changed:
             if self._aborted:
                 raise RuntimeError("the lane has ended")
@@ -140,6 +133,7 @@ class StagedMover(Mover):
             if self._thread is None:
                 self._thread = BackgroundThread(target=self._post_all, name="pipegrid-staged", daemon=True)
                 self._thread.start()
+        return send
 
     def _post_all(self) -> None:
         """Hand sends to gloo, in order, each when its copy is there."""

@@ -45,10 +45,7 @@ def cut_connection(group: Any, peer: int) -> None:
 
 
 def cut_all_connections(group: Any) -> None:
-    """Cut the gloo connections of ``group`` to all its ranks: whatever is under way there ends with an error.
-
-    The first cut closes the others as well, so that a large group takes no longer than a small one.
-    """
+    """Cut the gloo connections of ``group`` to all its ranks; the first cut closes the others as well."""
     for peer in range(group.size()):
         if peer != group.rank():
             cut_connection(group, peer)
@@ -76,11 +73,7 @@ class PostedHeader:
         return bytes(self._first[_LENGTH_BYTES : _LENGTH_BYTES + min(length, _FIRST_BYTES)])
 
     def take(self, timeout: timedelta) -> bytes:
-        """Wait for it.
-
-        Raises:
-            RuntimeError: the connection is gone, or it did not come.
-        """
+        """Wait for it; a RuntimeError where the connection is gone, or it did not come."""
         self._work.wait(timeout)
         length = int.from_bytes(self._first[:_LENGTH_BYTES], "big")
         data = bytes(self._first[_LENGTH_BYTES : _LENGTH_BYTES + min(length, _FIRST_BYTES)])
@@ -93,20 +86,13 @@ class PostedHeader:
 
 @define(eq=False)
 class Wire:
-    """One end of a control channel.
+    """One end of a control channel."""
 
-    Attributes:
-        group: moves headers and end notices; with gloo, payloads as well.
-        peer: the other rank, as rank in the group.
-    """
-
-    group: Any
-    peer: int
+    group: Any  # moves headers and end notices; with gloo, payloads as well
+    peer: int  # the other rank, as rank in the group
     _notice: Work = None
     _notice_buffer: bytearray = field(factory=lambda: bytearray(_NOTICE_BYTES))
     _watched: bool = False
-
-    # ---- Headers
 
     def send_header(self, data: bytes, index: int, kind: int = HEADER) -> list[Work]:
         """Start sending a header of lane ``index``; the works must be kept until it is read."""
@@ -126,13 +112,11 @@ class Wire:
         return theirs
 
     def _send(self, data: bytearray, index: int, kind: int) -> Work:
-        tensor = torch.frombuffer(data, dtype=torch.uint8)
-        return self.group.send([tensor], self.peer, index * CONTROL_TAGS + kind)
+        return self.group.send([torch.frombuffer(data, dtype=torch.uint8)], self.peer, index * CONTROL_TAGS + kind)
 
     def receive(self, data: bytearray, index: int, kind: int) -> Work:
         """Post the receive of ``data``: a part of a message of that ``kind``."""
-        tensor = torch.frombuffer(data, dtype=torch.uint8)
-        return self.group.recv([tensor], self.peer, index * CONTROL_TAGS + kind)
+        return self.group.recv([torch.frombuffer(data, dtype=torch.uint8)], self.peer, index * CONTROL_TAGS + kind)
 
     # ---- End notices: why the other side ended its lanes
 
@@ -154,11 +138,7 @@ class Wire:
         return self._notice_buffer[-1] != 0
 
     def watch(self) -> None:
-        """Hold this thread until an end notice comes.
-
-        Raises:
-            RuntimeError: the connection was closed.
-        """
+        """Hold this thread until an end notice comes; a RuntimeError where the connection was closed."""
         self._watched = True
         self._notice.wait(FOREVER)
 

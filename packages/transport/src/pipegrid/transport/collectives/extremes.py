@@ -10,9 +10,8 @@ import torch
 def extremes(values: torch.Tensor, reduce_max: Callable[[torch.Tensor], object]) -> tuple[torch.Tensor, torch.Tensor]:
     """The largest and the smallest of each element over the ranks, in one all-reduce of twice as many.
 
-    Args:
-        values: of this rank, signed.
-        reduce_max: takes the maximum over the ranks of a tensor, in place, and returns when it is there.
+    ``values``: of this rank, signed. ``reduce_max`` takes the maximum over the ranks of a tensor, in place, and returns
+    when it is there.
     """
     both = torch.stack((values, _reversed(values)))
     reduce_max(both)

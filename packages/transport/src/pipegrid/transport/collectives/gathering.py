@@ -19,21 +19,12 @@ def gather_flat(out: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup |
 
 
 def gather_text(
-    text: str,
-    group: dist.ProcessGroup,
-    device: torch.device,
-    wait: Callable[[dist.Work | None, torch.Tensor], object],
+    text: str, group: dist.ProcessGroup, device: torch.device, wait: Callable[[dist.Work | None, torch.Tensor], object]
 ) -> dict[int, str]:
-    """The text of each rank of ``group``, by rank of the world, in the order of the group; on all of its ranks.
+    """The text of each rank of ``group``, by rank of the world, in the order of the group; all of its ranks call this.
 
-    Text of any length, which no rank unpickles. `torch.distributed.all_gather_object` unpickles, and needs numpy, which
-    torch itself does not require.
-
-    Args:
-        text: of this rank.
-        group: all of its ranks call this.
-        device: of the tensors that the group gathers.
-        wait: holds the host until a collective with this result is done, or raises.
+    Of any length, and no rank unpickles: `torch.distributed.all_gather_object` does, and needs numpy. Tensors are
+    gathered on ``device``; ``wait`` holds the host until a collective with this result is done, or raises.
     """
 
     def gathered(own: torch.Tensor) -> torch.Tensor:

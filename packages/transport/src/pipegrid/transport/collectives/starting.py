@@ -19,17 +19,11 @@ def start(
     group: dist.ProcessGroup | None,
     **options: Any,
 ) -> dist.Work | None:
-    """Start a collective of `torch.distributed`; one over gloo is among `host_collectives` until its wait has ended.
+    """Start a ``collective`` of `torch.distributed`, of which ``tensor`` is the first argument.
 
-    Args:
-        collective: such as `torch.distributed.all_reduce`.
-        tensor: its first argument.
-        arguments: further ones.
-        group: None is the default one.
-        options: by name, such as ``op``.
-
-    Returns:
-        What to wait for, with a deadline (`pipegrid.transport.collectives.waiting`); None where there is nothing.
+    One over gloo is among `host_collectives` until its wait has ended. ``group`` None is the default one; ``options``
+    are by name, such as ``op``. Returns what to wait for, with a deadline (`pipegrid.transport.collectives.waiting`),
+    or None.
     """
     work = collective(tensor, *arguments, group=group, async_op=True, **options)
     group = dist.group.WORLD if group is None else group
@@ -39,10 +33,7 @@ def start(
 
 
 def wait_inside(work: dist.Work | None) -> None:
-    """Wait for a collective inside a compute, as tensor parallelism has them.
-
-    It ends when its ranks come, at the group's timeout, or when a monitor that sees the job fail cuts its group.
-    """
+    """Wait for a collective inside a compute: up to the group's timeout, or until a failed job cuts its group."""
     if work is not None:
         work.wait()
         host_collectives.forget(work)

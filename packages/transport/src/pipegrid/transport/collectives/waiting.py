@@ -41,24 +41,19 @@ _LONGEST = 600  # characters of a backend's text, which may pass on the first fa
 
 @frozen
 class NotDone:
-    """Why a wait for a collective ended without its result.
+    """Why a wait for a collective ended without its result."""
 
-    Attributes:
-        why: the deadline passed (``late``); its user gave it up (``given up``); this rank aborted the group
-            (``aborted``); the backend failed, as it does where a rank has ended (``lost``).
-        text: of the reason, in one line; empty for ``late``.
-        error: of the backend, or of the abort.
-    """
-
+    # The deadline passed (``late``); its user gave it up (``given up``); this rank aborted the group (``aborted``); the
+    # backend failed, as it does where a rank has ended (``lost``).
     why: Literal["late", "given up", "aborted", "lost"]
-    text: str = ""
-    error: Exception | None = None
+    text: str = ""  # of the reason, in one line; empty for ``late``
+    error: Exception | None = None  # of the backend, or of the abort
 
     @classmethod
     def of(cls, error: RuntimeError) -> NotDone:
         """The reason that ``error``, of a work, gives."""
-        why: Literal["aborted", "lost"] = "aborted" if isinstance(error, GroupAbortedError) else "lost"
-        return cls(why, " ".join(text_of(error).split())[:_LONGEST], error)
+        aborted, text = isinstance(error, GroupAbortedError), " ".join(text_of(error).split())[:_LONGEST]
+        return cls("aborted" if aborted else "lost", text, error)
 
 
 def finish(
@@ -117,10 +112,7 @@ def _done_on_host(work: Any, seconds: float) -> bool:
 
 
 def _is_in_streams(group: ProcessGroup | None) -> bool:
-    """Whether collectives of tensors on the host complete in stream order: gloo's do not, those of a fake NCCL do.
-
-    Asked of the group itself: torch knows nothing of one that was destroyed meanwhile.
-    """
+    """Whether collectives of host tensors complete in stream order, as the group itself says (it may be destroyed)."""
     import torch
     import torch.distributed as dist
 
@@ -165,14 +157,12 @@ class HostCollectives:
     """The collectives over gloo that have started and whose wait has not ended, each with its group. For any thread.
 
     gloo has no abort. A collective that waits for a rank out of reach (its wire cut, its process stopped) holds a
-    thread of its group, and the end of the group, by `destroy_process_group` or at the interpreter's exit, waits for
-    that thread: until the group's timeout, half an hour by default. Until then the process of a rank that has raised
-    does not end, and its launcher sees no failure. What does end the collective is the end of the connections.
-
-    Attributes:
-        apart: groups whose collectives go on where a step has failed, as those of a checkpoint in the background.
+    thread of its group, for which the group's end, by `destroy_process_group` or at the interpreter's exit, waits:
+    until the group's timeout, half an hour by default. Until then a process that has raised does not end, and its
+    launcher sees no failure. What does end the collective is the end of the connections.
     """
 
+    # Groups whose collectives go on where a step has failed, as those of a checkpoint in the background.
     apart: weakref.WeakSet[ProcessGroup] = field(factory=weakref.WeakSet, init=False)
     _groups: dict[Any, ProcessGroup] = field(factory=dict, init=False)  # by work
 
@@ -185,10 +175,10 @@ class HostCollectives:
         self._groups.pop(work, None)
 
     def cut(self, groups: Iterable[ProcessGroup | None]) -> None:
-        """Cut the connections of those of ``groups`` in which a collective is under way, or has failed.
+        """Cut the connections of those of ``groups`` (None: the default) with a collective under way, or failed.
 
-        None is the default group. Call it once the cause is on record: ranks that wait there for this one have an error
-        at once. The groups are of no use after that.
+        Call it once the cause is on record: ranks that wait there have an error at once. The groups are of no use after
+        that.
         """
         if not self._groups:
             return
@@ -242,7 +232,7 @@ class PendingCollectives(Generic[Label]):
                 label, work, group = self._works[0]
                 try:
                     if not _ticket(work, group).done():
-                        break
+                        return None
                 except RuntimeError as error:
                     self._works.popleft()
                     return label, error
@@ -250,24 +240,15 @@ class PendingCollectives(Generic[Label]):
         return None
 
     def check(self) -> None:
-        """Raise the error of a collective that has failed, once. Never blocks.
-
-        Raises:
-            RuntimeError: one has failed; the text begins with its label.
-        """
-        failed = self.failed()
-        if failed is not None:
-            label, error = failed
-            raise RuntimeError(f"{label} failed: {NotDone.of(error).text}") from error
+        """Raise a RuntimeError for a collective that has failed, once; the text begins with its label. Never blocks."""
+        if (failed := self.failed()) is not None:
+            raise RuntimeError(f"{failed[0]} failed: {NotDone.of(failed[1]).text}") from failed[1]
 
     def abort(self, cause: str) -> None:
-        """Begin to abort every device group of this process, and forget the collectives that were under way.
+        """Begin to abort every device group of this process, and cut the host's groups with a collective under way.
 
-        The host's groups in which one is under way are cut, see `HostCollectives.cut_all`.
-
-        Where a step fails, all device groups of the process are aborted together: a free waits for every kernel of the
-        device, so an abort of the lanes alone would wait for a reduction that no rank will end. None of them is of use
-        after that.
+        Where a step fails, all are aborted together: a free waits for every kernel of the device, so an abort of the
+        lanes alone would wait for a reduction that no rank will end. None of them is of use after that.
         """
         if "torch.distributed" in sys.modules:
             abort_device_groups(cause)
@@ -275,8 +256,7 @@ class PendingCollectives(Generic[Label]):
         with self._lock:
             works, self._works = self._works, deque()
         for _, work, group in works:
-            abort = device_aborts.of(group)
-            if abort is not None:
+            if (abort := device_aborts.of(group)) is not None:
                 abort.keep(work, group)
 
 

@@ -13,8 +13,8 @@ from pipegrid.transport.errors import P2PUsageError
 from pipegrid.transport.messages.handle import Transfer
 
 _RECEIVES = ("recv_prev", "recv_next")
-# In the order in which they are started and waited for. Receives first: the other side, too, has posted everything
-# before it waits, and the first message of a receive should not wait behind a send.
+# In the order in which they are started and waited for. Receives first: the first message of one should not wait behind
+# a send, and the other side, too, has posted everything before it waits.
 _NAMES = (*_RECEIVES, "send_next", "send_prev")
 _UNTIMED: AbstractContextManager[None] = nullcontext()
 
@@ -27,11 +27,8 @@ def timed(timers: Any, name: str) -> AbstractContextManager[None]:
 class NeighbourTransfers:
     """Transfers between a rank and the next and the previous one, by name: ``send_next``, ``recv_prev``, ...
 
-    Args:
-        lanes: this rank's.
-        config: of the communicator.
-        specs: the lane of each transfer by its name; none of a neighbour that there is not.
-        lacks: makes the error of a transfer whose lane is not open, by name.
+    ``specs`` has the lane of each by name, none of a neighbour that there is not; ``lacks`` makes the error of a
+    transfer whose lane is not open.
     """
 
     def __init__(
@@ -40,15 +37,11 @@ class NeighbourTransfers:
         self._lanes, self._config, self._lacks = lanes, config, lacks
         self._of_name = {name: lanes[spec] for name, spec in specs.items() if spec in lanes}
         # Whether every receive is valid: dtypes are known, or agreed with the shapes, and shapes need not be given.
-        mode = config.shape_mode
-        known = config.pipeline_dtype is not None and mode != "given"
-        self._takes_any_receive = mode in ("header", "learned") or known
+        known = config.pipeline_dtype is not None and config.shape_mode != "given"
+        self._takes_any_receive = not config.fixed_shapes or known
 
     def transfer(self, label: str, name: str, value: Any) -> Any:
-        """Start a transfer of a payload, or a receive of these shapes, and wait for it; the payload of a receive.
-
-        ``label`` is the name of its timer.
-        """
+        """Start a transfer, or a receive of these shapes, timed as ``label``, and wait for it; what was received."""
         if self._config.timers is None:  # an empty context is a part of a small message's latency
             return self._finish(self._start(name, value))
         with timed(self._config.timers, label):
@@ -68,10 +61,7 @@ class NeighbourTransfers:
             return tensor, started
 
     def _start_all(self, **parts: tuple[Any] | None) -> dict[str, Any]:
-        """Start transfers; as one batch, if so configured.
-
-        Nothing is posted before all of them are known to be valid, as one batch or not.
-        """
+        """Start transfers, as one batch if so configured; nothing is posted before all of them are valid."""
         given = {name: part[0] for name in _NAMES if (part := parts.get(name)) is not None}
         if len(given) < 2:
             return {name: self._start(name, value) for name, value in given.items()}
@@ -79,8 +69,7 @@ class NeighbourTransfers:
             return {name: self._start(name, value) for name, value in given.items()}
 
     def _start(self, name: str, value: Any) -> Any:
-        lane = self._of_name.get(name)
-        if lane is None:
+        if (lane := self._of_name.get(name)) is None:
             raise self._lacks(name)
         if name not in _RECEIVES:
             return lane.isend(value)
@@ -98,11 +87,7 @@ class NeighbourTransfers:
 
     def _finish(self, transfer: Any) -> Any:
         """Wait for a transfer; the payload of a receive."""
-        received = None
-        if transfer.sending:
-            transfer.wait()
-        else:
-            received = transfer.result()
+        received = transfer.wait() if transfer.sending else transfer.result()
         if self._config.batch_p2p_sync:
             transfer.synchronize()
         return received
@@ -180,11 +165,7 @@ class NeighbourVerbs:
         return self._transfers.exchange("backward-send-forward-recv", **parts)["recv_prev"]
 
     def send_forward_recv_forward(
-        self,
-        output_tensor: Any,
-        recv_prev: bool,
-        tensor_shape: Any = None,
-        overlap_p2p_comm: bool = False,
+        self, output_tensor: Any, recv_prev: bool, tensor_shape: Any = None, overlap_p2p_comm: bool = False
     ) -> Any:
         """Send an activation to the next rank, and receive one from the previous rank.
 
@@ -198,41 +179,26 @@ class NeighbourVerbs:
             The tensor (None without ``recv_prev``); with ``overlap_p2p_comm`` ``(tensor, handles)``, where the tensor
             holds data once ``handles["recv_prev"].wait()`` has returned; the other handle is ``"send_next"``.
         """
-        parts = {
-            "send_next": None if output_tensor is None else (output_tensor,),
-            "recv_prev": (tensor_shape,) if recv_prev else None,
-        }
+        parts = {"send_next": _unless_none(output_tensor), "recv_prev": (tensor_shape,) if recv_prev else None}
         if overlap_p2p_comm:
             return self._transfers.overlapped("forward-send-forward-recv", "recv_prev", **parts)
         return self._transfers.exchange("forward-send-forward-recv", **parts).get("recv_prev")
 
     def send_backward_recv_backward(
-        self,
-        input_tensor_grad: Any,
-        recv_next: bool,
-        tensor_shape: Any = None,
-        overlap_p2p_comm: bool = False,
+        self, input_tensor_grad: Any, recv_next: bool, tensor_shape: Any = None, overlap_p2p_comm: bool = False
     ) -> Any:
         """Send a gradient to the previous rank, and receive one from the next rank.
 
         Arguments, result and errors as for `send_forward_recv_forward`; the handles are ``"recv_next"`` and
         ``"send_prev"``.
         """
-        parts = {
-            "send_prev": None if input_tensor_grad is None else (input_tensor_grad,),
-            "recv_next": (tensor_shape,) if recv_next else None,
-        }
+        parts = {"send_prev": _unless_none(input_tensor_grad), "recv_next": (tensor_shape,) if recv_next else None}
         if overlap_p2p_comm:
             return self._transfers.overlapped("backward-send-backward-recv", "recv_next", **parts)
         return self._transfers.exchange("backward-send-backward-recv", **parts).get("recv_next")
 
     def send_forward_backward_recv_forward_backward(
-        self,
-        output_tensor: Any,
-        input_tensor_grad: Any,
-        recv_prev: bool,
-        recv_next: bool,
-        tensor_shape: Any = None,
+        self, output_tensor: Any, input_tensor_grad: Any, recv_prev: bool, recv_next: bool, tensor_shape: Any = None
     ) -> tuple[Any, Any]:
         """Send an activation to the next and a gradient to the previous rank, and receive one of each.
 
@@ -241,12 +207,16 @@ class NeighbourVerbs:
         """
         received = self._transfers.exchange(
             "forward-backward-send-forward-backward-recv",
-            send_next=None if output_tensor is None else (output_tensor,),
-            send_prev=None if input_tensor_grad is None else (input_tensor_grad,),
+            send_next=_unless_none(output_tensor),
+            send_prev=_unless_none(input_tensor_grad),
             recv_prev=(tensor_shape,) if recv_prev else None,
             recv_next=(tensor_shape,) if recv_next else None,
         )
         return received.get("recv_prev"), received.get("recv_next")
+
+
+def _unless_none(value: Any) -> tuple[Any] | None:
+    return None if value is None else (value,)
 
 
 @contextmanager

@@ -13,16 +13,9 @@ from functools import cached_property
 from typing import Any, TypeAlias, TypeVar
 
 import torch
-from attrs import define, field
 
 from pipegrid.core.lanes import LaneSharing, LaneSpec, opening_key
-from pipegrid.topology import (
-    GroupCreationTimeoutError,
-    GroupSpec,
-    GroupStoreError,
-    control_store,
-    create_groups,
-)
+from pipegrid.topology import GroupCreationTimeoutError, GroupSpec, GroupStoreError, control_store, create_groups
 from pipegrid.topology.bounded_calls import BoundedCalls, SilentStoreError
 from pipegrid.topology.rendezvous import Rendezvous
 from pipegrid.transport.backends import (
@@ -42,75 +35,23 @@ from pipegrid.transport.backends import (
 )
 from pipegrid.transport.backends.wire import Wire
 from pipegrid.transport.config import P2PConfig
-from pipegrid.transport.errors import (
-    P2PError,
-    P2PLaneDeadError,
-    P2PMismatchError,
-    P2PPeerError,
-    P2PTimeoutError,
-)
+from pipegrid.transport.errors import P2PError, P2PMismatchError, P2PPeerError, P2PTimeoutError
 from pipegrid.transport.lane.connection import Connection
 from pipegrid.transport.streams import new_stream
 
-_Bundle: TypeAlias = tuple[LaneSpec, ...]
-"""All lanes of a communicator, of whichever ranks, ascending."""
-_Connected: TypeAlias = tuple[Connection, int]
-"""The connection of a lane, and its number among all lanes of the communicator."""
-
-# torch hands out 32 streams per device; groups past that share one, and wait for each other.
-_MOST_STREAMS = 28
-
+_Bundle: TypeAlias = tuple[LaneSpec, ...]  # all lanes of a communicator, of whichever ranks, ascending
+_Connected: TypeAlias = tuple[Connection, int]  # of a lane, and its number among all lanes of the communicator
+_MOST_STREAMS = 28  # torch hands out 32 per device; groups past that share one, and wait for each other
 
 T = TypeVar("T")
 
 
-@define(eq=False)
-class StoreCalls:
-    """Calls of a store with a deadline, whose failures are errors of lanes.
-
-    Attributes:
-        seconds: each call's deadline, where it has none of its own.
-    """
-
-    seconds: float
-    _calls: BoundedCalls = field(factory=lambda: BoundedCalls("pipegrid-opening"), init=False)
-
-    def call(self, what: str, action: Callable[[], T], *, seconds: float | None = None) -> T:
-        """The result of ``action``.
-
-        Raises:
-            P2PPeerError: the deadline passed, or that of an earlier call whose answer has not come yet; or the store
-                is lost.
-            P2PLaneDeadError: the communicator was closed.
-        """
-        if self._calls.closed:
-            raise P2PLaneDeadError("the communicator was closed on this rank")
-        limit = self.seconds if seconds is None else seconds
-        silent = f"no answer from the store for {limit:.3g} s {what}; look at the process that hosts it"
-        if self._calls.stuck:
-            raise P2PPeerError(silent)
-        try:
-            return self._calls.run(action, seconds=limit)
-        except SilentStoreError as error:
-            raise P2PPeerError(silent) from error
-        except Exception as error:
-            raise P2PPeerError(f"the store was lost {what} ({error})") from error
-
-    def end(self) -> None:
-        """End the thread that makes the calls; later ones raise. Idempotent."""
-        self._calls.close()
-
-
 class Connector:
-    """Connects this rank with the ranks at the other ends of its lanes.
-
-    Attributes:
-        groups: all that were made.
-        turn: how often lanes between this rank and one of its peers had been opened before; their number is the same.
-    """
+    """Connects this rank with the ranks at the other ends of its lanes."""
 
     def __init__(self, rank: int, *, backend: str, device: torch.device, config: P2PConfig) -> None:
-        self.groups: list[Any] = []
+        self.groups: list[Any] = []  # all that were made
+        # How often lanes between this rank and one of its peers had been opened before; their number is the same.
         self.turn = 0
         self._rank, self._device, self._config = rank, device, config
         self._on_device = kind_of(backend).in_streams and not config.staged
@@ -119,21 +60,20 @@ class Connector:
         self._receive_stream = new_stream(device) if self._on_device or self._staged else None
         self._aside = new_stream(device) if kind_of(self._backend).keeps_sends else None
         self._timeout = timedelta(seconds=config.open_deadline)
-        self._calls = StoreCalls(config.open_deadline)
+        self._calls = BoundedCalls("pipegrid-opening")
 
     def connect(self, bundles: Sequence[_Bundle]) -> dict[LaneSpec, _Connected]:
         """A connection for each lane of this rank on these communicators of it.
 
-        First all pairs of ranks compare what they open, then communicators are made, each in the order of
-        `opening_key`.
+        All pairs of ranks compare what they open, then communicators are made, each in the order of `opening_key`.
         """
         if self._on_device and bundles:
             warn_of_watchdog(self._backend)
         if self._on_device and len(bundles) > _MOST_STREAMS:
             warnings.warn(
                 f"rank {self._rank} opens {len(bundles)} communicators, each with a stream; beyond {_MOST_STREAMS} "
-                f"torch shares streams, and transfers wait for each other. Use "
-                f"communicators=fewest_communicators(plan), or open fewer lanes (traffic=)",
+                "torch shares streams, and transfers wait for each other. Use "
+                "communicators=fewest_communicators(plan), or open fewer lanes (traffic=)",
                 stacklevel=3,
             )
         wanted = {_group_spec(bundle, "data"): bundle for bundle in bundles}
@@ -144,14 +84,14 @@ class Connector:
                 between = {
                     spec: here for spec, lanes in own.items() if (here := [lane for lane in lanes if lane.pair == pair])
                 }
-                with _meeting(between, self._rank, self._config.open_deadline):
+                with self._meeting(between):
                     self._compare(pair, between)
             for ranks in sorted({spec.ranks for spec in wanted}, key=opening_key):
                 alike = [spec for spec in wanted if spec.ranks == ranks]
-                with _meeting({spec: own[spec] for spec in alike}, self._rank, self._config.open_deadline):
+                with self._meeting({spec: own[spec] for spec in alike}):
                     found |= self._connect_members({spec: wanted[spec] for spec in alike})
         finally:
-            self._calls.end()
+            self._calls.close()
         return found
 
     def stand_alone(self, bundles: Sequence[_Bundle]) -> dict[LaneSpec, _Connected]:
@@ -164,11 +104,7 @@ class Connector:
         return found
 
     def _compare(self, pair: tuple[int, int], between: Mapping[GroupSpec, Sequence[LaneSpec]]) -> None:
-        """Compare with the other rank of ``pair`` how both make groups: each would wait for one that it alone makes.
-
-        Raises:
-            P2PMismatchError: they differ; on both ranks, once both have come.
-        """
+        """Raise P2PMismatchError on both ranks of ``pair`` where they make other groups: each would wait for ever."""
         rank, config = self._rank, self._config
         groups = "; ".join(f"{spec.label} of ranks {list(spec.ranks)}" for spec in between)
         kind = config.communicators
@@ -187,7 +123,7 @@ class Connector:
             self._store.set(f"{name}/{turn}/{rank}", json.dumps(here))
             return self._store.get(f"{name}/{turn}/{peer}")
 
-        there = json.loads(self._calls.call("while lanes are opened", exchange))
+        there = json.loads(self._ask("while lanes are opened", exchange))
         require_same(here, there, f"ranks {rank} and {peer} open lanes")
 
     def _connect_members(self, wanted: Mapping[GroupSpec, _Bundle]) -> dict[LaneSpec, _Connected]:
@@ -229,31 +165,41 @@ class Connector:
         self.groups.extend(made.values())
         return made
 
+    @contextmanager
+    def _meeting(self, groups: Mapping[GroupSpec, Sequence[LaneSpec]]) -> Iterator[None]:
+        """Failures of group creation, as errors of lanes."""
+        try:
+            yield
+        except P2PError:
+            raise
+        except RuntimeError as error:
+            if isinstance(error, GroupCreationTimeoutError) and not isinstance(error, GroupStoreError):
+                named = [spec for spec in groups if repr(spec.label) in str(error)]
+                lane = groups[[*named, *groups][0]][0]
+                late = not_opened(lane, self._rank, sum(lane.pair) - self._rank, self._config.open_deadline)
+                raise late from error
+            lanes = ", ".join(str(lane) for bundle in groups.values() for lane in bundle)
+            raise P2PPeerError(f"rank {self._rank} could not open lanes {lanes}: {error}") from error
+
     @cached_property
     def _store(self) -> Any:
-        return self._calls.call("before lanes are opened", lambda: control_store("opening lanes"))
+        return self._ask("before lanes are opened", lambda: control_store("opening lanes"))
+
+    def _ask(self, what: str, action: Callable[[], T]) -> T:
+        """The result of a call of the store, whose failures are errors of lanes."""
+        limit = self._config.open_deadline
+        try:
+            return self._calls.run(action, seconds=limit)
+        except SilentStoreError as error:
+            silent = f"no answer from the store for {limit:.3g} s {what}; look at the process that hosts it"
+            raise P2PPeerError(silent) from error
+        except Exception as error:
+            raise P2PPeerError(f"the store was lost {what} ({error})") from error
 
     @cached_property
     def _gloo(self) -> tuple[str, Loop]:
         """Backend and options of groups on a CPU."""
         return one_loop()
-
-
-@contextmanager
-def _meeting(groups: Mapping[GroupSpec, Sequence[LaneSpec]], rank: int, seconds: float) -> Iterator[None]:
-    """Failures of group creation, as errors of lanes."""
-    try:
-        yield
-    except P2PError:
-        raise
-    except RuntimeError as error:
-        if isinstance(error, GroupCreationTimeoutError) and not isinstance(error, GroupStoreError):
-            named = [spec for spec in groups if repr(spec.label) in str(error)]
-            spec = [*named, *groups][0]
-            lane = groups[spec][0]
-            raise not_opened(lane, rank, sum(lane.pair) - rank, seconds) from error
-        lanes = ", ".join(str(lane) for bundle in groups.values() for lane in bundle)
-        raise P2PPeerError(f"rank {rank} could not open lanes {lanes}: {error}") from error
 
 
 def not_opened(spec: LaneSpec, rank: int, peer: int, seconds: float) -> P2PTimeoutError:

@@ -33,25 +33,18 @@ class Handshake:
     the same step is *known* to both afterwards: their lanes then have the shapes of its messages. Each tells whether it
     is. Two that know the signatures of their batches must have the same one; where it is new to both, they may differ:
     a rank of another module may be given other parts of the batch.
-
-    Attributes:
-        lanes: all between the two ranks.
-        said: what this rank runs in this step.
-        heard: what the peer runs in it; None before that is known.
-        alike: whether it is known to go with what this rank runs.
     """
 
     peer: int
     lane: Lane
-    lanes: list[Lane] = field(factory=list, init=False)
-    said: str = field(default="", init=False)
-    heard: str | None = field(default=None, init=False)
-    alike: bool = field(default=False, init=False)
+    lanes: list[Lane] = field(factory=list, init=False)  # all between the two ranks
+    said: str = field(default="", init=False)  # what this rank runs in this step
+    heard: str | None = field(default=None, init=False)  # what the peer runs in it; None before that is known
+    alike: bool = field(default=False, init=False)  # whether it is known to go with what this rank runs
     _known: dict[str, None] = field(factory=dict, init=False)
     _batch: str | None = field(default=None, init=False)  # of this step, while lanes follow it
     _coming: PostedHeader | RuntimeError = field(init=False)  # an error: the peer had ended before
     _sent: deque[Any] = field(factory=lambda: deque(maxlen=_UNHEARD), init=False)
-
     _learns: bool = field(init=False)  # whether lanes follow the signatures of batches
 
     def __attrs_post_init__(self) -> None:
@@ -95,8 +88,7 @@ class Handshake:
         Raises:
             P2PError: the peer has ended, or ended the lane, or said nothing for so many ``seconds``.
         """
-        heard = self.heard
-        if heard is None:
+        if (heard := self.heard) is None:
             if isinstance(self._coming, RuntimeError):
                 self._lost(self._coming)
             try:
@@ -114,9 +106,8 @@ class Handshake:
 
     def differs(self) -> bool:
         """Whether the peer has said that it runs another step, and nobody has heard it yet. From any thread."""
-        if self.heard is not None or not self.said or self.lane.ending.error is not None:
-            return False
-        return self.difference() is not None
+        unheard = self.heard is None and bool(self.said) and self.lane.ending.error is None
+        return unheard and self.difference() is not None
 
     def _both_new(self, what: str) -> bool:
         """Whether ``what``, perhaps the beginning of a text, differs from this rank's by the batch, new to both."""

@@ -11,13 +11,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Self
 
+from attrs import define, field
+
 from pipegrid.core.lanes import LaneSpec
 from pipegrid.topology import destroy_groups, discard_groups
 from pipegrid.transport.backends.wire import Wire
 from pipegrid.transport.control.handshake import Handshake
 from pipegrid.transport.errors import P2PLaneDeadError, text_of
 from pipegrid.transport.lane.batch import Batch, Submitter
-from pipegrid.transport.lane.ending import End, LaneEnding, abort_lanes, await_aborts, end_together
+from pipegrid.transport.lane.ending import LaneEnding, abort_lanes, await_aborts, end_together
 from pipegrid.transport.lane.lane import Lane
 from pipegrid.transport.lane.transfers import LaneTransfers, first_of
 from pipegrid.transport.waits.wait_lock import BackgroundThread
@@ -58,11 +60,10 @@ class Lanes(dict[LaneSpec, Lane]):
     def join(self, lanes: Mapping[LaneSpec, Lane], groups: Sequence[Any]) -> None:
         """Add lanes that were opened with the same submitter, and their groups: to batches, handshakes and the end."""
         self.update(lanes)
-        for lane in lanes.values():
-            if lane.wire is not None and lane.peer not in self._handshakes:
+        for lane in (one for one in lanes.values() if one.wire is not None):
+            if lane.peer not in self._handshakes:
                 self._handshakes[lane.peer] = Handshake(lane.peer, lane)
-            if lane.wire is not None:
-                self._handshakes[lane.peer].lanes.append(lane)
+            self._handshakes[lane.peer].lanes.append(lane)
         ends = [lane.transfers for lane in lanes.values()]
         self._groups.extend(groups)
         self._watchers.extend(_watch(ends))
@@ -137,10 +138,7 @@ class Lanes(dict[LaneSpec, Lane]):
         abort_lanes([lane.ending for lane in self.values()], reason)
 
     def neighbours(self, ranks: Iterable[int]) -> Sequence[Handshake]:
-        """The handshakes with those of ``ranks`` at the other ends of lanes: each compares its next step with them.
-
-        With each over the first of the lanes between the two, which is the same at both ends.
-        """
+        """The handshakes with those of ``ranks`` at the other ends of lanes, over the first lane between each two."""
         return [self._handshakes[rank] for rank in sorted(set(ranks)) if rank in self._handshakes]
 
     @property
@@ -154,14 +152,14 @@ class Lanes(dict[LaneSpec, Lane]):
         return self._failed or (not self.closed and any(lane.ending.failed for lane in self._ends))
 
     def close(self) -> None:
-        """Wait for transfers that are ordered on a device, then end the lanes and destroy their groups.
+        """Wait for transfers that are ordered on a device, then end the lanes and destroy their groups. Idempotent.
 
-        A transfer over gloo that no caller waited for fails. NCCL's groups are destroyed by both sides together: a side
-        whose other side does not come within the deadline aborts them. A second call does nothing.
+        A transfer over gloo that no caller waited for fails. NCCL's groups are destroyed by both sides together, or
+        aborted by one whose other side does not come within the deadline.
         """
-        self._close(seconds=math.inf)
+        self._close(math.inf)
 
-    def _close(self, *, seconds: float) -> None:
+    def _close(self, seconds: float) -> None:
         self._failed = self.failed
         if self._finalizer.detach() is not None:
             _close(*self._parts, seconds)
@@ -172,36 +170,35 @@ class Lanes(dict[LaneSpec, Lane]):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         if error is not None:  # the others learn of it at once
             self.abort(f"{type(error).__name__}: {text_of(error)}")
-        self._close(seconds=math.inf if kind is None else 0.0)
+        self._close(math.inf if kind is None else 0.0)
 
 
 def _watch(ends: Sequence[LaneTransfers]) -> list[BackgroundThread]:
     """A thread per wire of a device group: it sees at once that its peer is gone, as no call waits there."""
     watchers = []
     devices = {id(lane.connection): lane.connection for lane in ends if lane.connection.mover.streams}.values()
-    for wire, lanes in [
-        (wire, [lane for lane in connection.lanes if lane.peer == peer])
-        for connection in devices
-        for peer, wire in connection.wires.items()
-    ]:
-
-        def watch(wire: Wire = wire, lanes: Sequence[LaneEnding] = lanes) -> None:
-            try:
-                wire.watch()
-            except RuntimeError as error:
-                for lane in lanes:
-                    lane.explain(error, first_of(lane.queue))
-
-        watchers.append(BackgroundThread(target=watch, name=f"pipegrid-watch-{lanes[0].spec}", daemon=True))
-        watchers[-1].start()
+    for connection in devices:
+        for peer, wire in connection.wires.items():
+            lanes = [lane for lane in connection.lanes if lane.peer == peer]
+            name = f"pipegrid-watch-{lanes[0].spec}"
+            watchers.append(BackgroundThread(target=_watch_wire, args=(wire, lanes), name=name, daemon=True))
+            watchers[-1].start()
     return watchers
 
 
+def _watch_wire(wire: Wire, lanes: Sequence[LaneEnding]) -> None:
+    try:
+        wire.watch()
+    except RuntimeError as error:
+        for lane in lanes:
+            lane.explain(error, first_of(lane.queue))
+
+
 def _drop(process: int, ends: Sequence[LaneTransfers], *parts: Any) -> None:
-    """End lanes that nothing holds any more, or at the interpreter's exit.
+    """End lanes that nothing holds any more, or at the interpreter's exit, which waiting threads must not outlive.
 
     The garbage collector runs in any thread, also in one that holds the lock of a lane: a thread of their own ends
-    them, and is waited for a moment. Threads that wait in the backend must not outlive the interpreter.
+    them, and is waited for a moment.
     """
     given = process, ends, *parts, _EXIT_SECONDS, _DROPPED
     if os.getpid() == process and threading.main_thread().is_alive():
@@ -223,7 +220,7 @@ def _close(
 ) -> None:
     """End lanes; wait at most ``seconds``, and no longer than the deadline, for transfers that a device has.
 
-    Groups are destroyed by all their members together: those of lanes that failed, or were ``dropped``, are aborted.
+    Groups are destroyed by all members together: those of lanes that failed, or were ``dropped``, are aborted.
     """
     if os.getpid() != process:  # a forked child has neither the threads nor the connections
         return
@@ -234,12 +231,13 @@ def _close(
     progress.stop()
     if not dropped:
         _close_together(ends, watchers, limit)
-    aborted = {id(lane.connection.group) for lane in ends if dropped or lane.ending.failed or not _is_closed(lane)}
-    endings = [lane.ending for lane in ends]
-    texts = [f"lane {one.spec} was closed on rank {one.rank}{dropped}" for one in endings]
-    end_together(
-        [End(one, P2PLaneDeadError(text), text) for one, text in zip(endings, texts, strict=True)], kind="closed"
-    )
+    aborted = {
+        id(lane.connection.group)
+        for lane in ends
+        if dropped or lane.ending.failed or (lane.connection.mover.streams and lane.ending.notice is None)
+    }  # what both sides have closed, or what is on a host, is no abort
+    texts = [(lane.ending, f"lane {lane.ending.spec} was closed on rank {lane.ending.rank}{dropped}") for lane in ends]
+    end_together([(ending, P2PLaneDeadError(text), text) for ending, text in texts], kind="closed")
     for lane in ends:
         lane.join()
     for watcher in watchers:
@@ -264,23 +262,22 @@ def _close_together(ends: Sequence[LaneTransfers], watchers: Sequence[Background
             watcher.join(max(0.0, limit - time.monotonic()))
 
 
-def _is_closed(lane: LaneTransfers) -> bool:
-    """Whether both sides have closed the lane, or have nothing to destroy together."""
-    return not lane.connection.mover.streams or lane.ending.notice is not None
-
-
+@define(eq=False)
 class _Progress:
-    """Sweeps ``lanes``, every ``tick`` seconds while any of them has transfers under way; sleeps otherwise.
+    """Sweeps lanes, every ``tick`` seconds while any of them has transfers under way; sleeps otherwise.
 
     A rank that waits for a message of a step that its neighbour does not run is not left to its deadline: lanes end as
-    soon as one of ``handshakes`` tells.
+    soon as one of the handshakes tells.
     """
 
-    def __init__(self, lanes: list[LaneTransfers], submit: Submitter, handshakes: dict[int, Handshake]) -> None:
-        self._lanes, self._handshakes = lanes, handshakes
-        self._submit = submit
-        self._stopped = False
-        self.tick = _TICK_SECONDS
+    _lanes: list[LaneTransfers]
+    _submit: Submitter
+    _handshakes: dict[int, Handshake]
+    tick: float = field(default=_TICK_SECONDS, init=False)
+    _stopped: bool = field(default=False, init=False)
+    _thread: BackgroundThread = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
         self._thread = BackgroundThread(target=self._run, name="pipegrid-progress", daemon=True)
         self._thread.start()
 

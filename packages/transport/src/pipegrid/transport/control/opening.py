@@ -7,30 +7,20 @@ import json
 import time
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from pipegrid.core.lanes import LaneSpec, PositionLane, communicators_of, opening_key
-from pipegrid.topology import (
-    discard_groups,
-)
+from pipegrid.topology import discard_groups
 from pipegrid.topology.torch_compat import is_dry
-from pipegrid.transport.backends import (
-    LocalMover,
-    kind_of,
-)
+from pipegrid.transport.backends import LocalMover, kind_of
 from pipegrid.transport.backends.wire import Wire, timedelta_of
 from pipegrid.transport.config import as_config
 from pipegrid.transport.control.connector import Connector, not_opened, require_same, shortened
 from pipegrid.transport.control.lanes import Lanes
-from pipegrid.transport.errors import (
-    P2PMismatchError,
-    P2PPeerError,
-    P2PUsageError,
-)
+from pipegrid.transport.errors import P2PMismatchError, P2PPeerError, P2PUsageError
 from pipegrid.transport.lane.batch import Submitter
 from pipegrid.transport.lane.connection import Connection
 from pipegrid.transport.lane.endpoint import Endpoint
@@ -59,13 +49,12 @@ def open_lanes(
     Args:
         specs: lanes, in any order.
         config: a `P2PConfig`, or any object with some of its attributes.
-        backend: ``"gloo"``, ``"nccl"``, or another one that completes in stream order; None is the default group's for
-            ``device``.
+        backend: ``"gloo"``, ``"nccl"``, or one that completes in stream order; None: that of the default group.
         device: where payloads live; None is the current GPU where the backend is NCCL or ``config`` says ``staged``,
             else the CPU.
         rank: this rank, where the caller knows it.
-        standing: per lane, a payload like all that will travel (meta tensors do): shapes that are fixed now, compared
-            between the two sides, and never need a header.
+        standing: per lane, a payload like all that will travel (meta tensors do): its shapes are compared now, and
+            never need a header.
         declared: per lane, what its user says of the messages, in words; compared between the two sides.
         carried: per lane, the lane of the plan that it carries: where the communicators of ``config`` are a plan's.
         beside: lanes of this rank, of the same config, which these join: batches and the end are of all.
@@ -86,16 +75,15 @@ def open_lanes(
     fixed = {spec: signature_of(*flatten(payload)) for spec, payload in (standing or {}).items()}
     every = communicators_of([spec for spec in ordered if not spec.is_local], settings.communicators, carried or {})
     own = [bundle for bundle in every if any(here in spec.pair for spec in bundle)]
-    submitter = Submitter(settings, shares=False) if beside is None else beside.submitter
+    submitter = Submitter(settings.strict) if beside is None else beside.submitter
     submitter.shares |= any(len(bundle) > 1 for bundle in own)
     lanes: dict[LaneSpec, Lane] = {}
-    end_of = partial(Endpoint, rank=here, device=place, config=settings)
     connector = Connector(here, backend=backend, device=place, config=settings)
     try:
         connections = connector.connect(own) if kind_of(backend).peers else connector.stand_alone(own)
         for spec in sorted(mine, key=lambda spec: opening_key(spec.pair)):
             connection, index = connections.get(spec) or (Connection(LocalMover(place)), 0)
-            end = end_of(spec=spec, connection=connection, index=index, standing=fixed.get(spec))
+            end = Endpoint(spec, here, place, settings, connection, index, standing=fixed.get(spec))
             lanes[spec] = Lane(end, submitter)
             if end.wire is not None:
                 _prove(end, end.wire, (declared or {}).get(spec, ""))
@@ -126,10 +114,7 @@ def resolve_device(
     *,
     staged: bool = False,
 ) -> tuple[str, torch.device]:
-    """The backend that moves payloads, and the device where they live, from the backends of the group.
-
-    ``staged``: payloads of a GPU travel through host memory.
-    """
+    """The backend that moves payloads and the device where they live; ``staged``: through host memory of a GPU."""
     offered = dict(part.split(":") for part in dist.get_backend_config(group).split(","))
     if device is None:
         kind = kind_of(backend or offered.get("cuda", "none"))
@@ -145,7 +130,7 @@ def resolve_device(
     if kind.peers and is_dry():
         raise P2PUsageError(
             f"backend {backend!r} would wait for other ranks, but the default group's is 'fake', a dry run: they do "
-            f"not exist. Leave the backend to the default group"
+            "not exist. Leave the backend to the default group"
         )
     bound = None if dist.group.WORLD is None else dist.group.WORLD.bound_device_id
     if kind.in_streams and bound is not None and bound.type == device.type and device.index not in (None, bound.index):

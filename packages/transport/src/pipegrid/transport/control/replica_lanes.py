@@ -18,19 +18,12 @@ from pipegrid.transport.errors import P2PLaneDeadError, P2PUsageError
 
 @define(eq=False)
 class ReplicaTraffic(ABC):
-    """One rank's traffic with other replicas of its pipeline.
-
-    Attributes:
-        rank: this one.
-        replica: of this rank.
-        count: replicas of the job.
-        lanes: all of this rank.
-    """
+    """One rank's traffic with other replicas of its pipeline."""
 
     rank: int
-    replica: int
-    count: int
-    lanes: Lanes
+    replica: int  # of this rank
+    count: int  # replicas of the job
+    lanes: Lanes  # all of this rank
 
     @abstractmethod
     def open(self, *, sends: Iterable[Crossing], receives: Iterable[Crossing]) -> None:
@@ -52,10 +45,8 @@ class ReplicaTraffic(ABC):
 
     def _require_other(self, edge: Edge, replica: int) -> None:
         if replica not in range(self.count) or replica == self.replica:
-            raise P2PUsageError(
-                f"edge {edge} goes to replica {replica}; the others than this rank's, {self.replica}, are in "
-                f"0..{self.count - 1}"
-            )
+            others = f"the others than this rank's, {self.replica}, are in 0..{self.count - 1}"
+            raise P2PUsageError(f"edge {edge} goes to replica {replica}; {others}")
 
     def _require_open(self) -> None:
         if self.lanes.closed:
@@ -64,21 +55,13 @@ class ReplicaTraffic(ABC):
 
 @define(eq=False)
 class ReplicaLanes(ReplicaTraffic):
-    """The lanes to other replicas of a pipeline of one module.
+    """The lanes to other replicas of a pipeline of one module."""
 
-    Attributes:
-        replicas: the ranks of the pipeline of each replica, in order.
-        placement: the place in them of each stage; None is cyclic.
-        edges: between the stages; None is a chain.
-        config: of all lanes.
-        open_beside: `open_lanes` with the settings of the communicator.
-    """
-
-    replicas: tuple[tuple[int, ...], ...]
-    placement: tuple[int, ...] | None
-    edges: Collection[Edge] | None
-    config: P2PConfig
-    open_beside: Callable[..., Lanes]
+    replicas: tuple[tuple[int, ...], ...]  # the ranks of the pipeline of each replica, in order
+    placement: tuple[int, ...] | None  # the place in them of each stage; None is cyclic
+    edges: Collection[Edge] | None  # between the stages; None is a chain
+    config: P2PConfig  # of all lanes
+    open_beside: Callable[..., Lanes]  # `open_lanes` with the settings of the communicator
 
     def open(self, *, sends: Iterable[Crossing], receives: Iterable[Crossing]) -> None:
         """Open the lanes that are not open."""

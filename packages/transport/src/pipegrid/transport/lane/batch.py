@@ -8,7 +8,8 @@ from operator import attrgetter
 from threading import get_ident
 from typing import Any
 
-from pipegrid.transport.config import P2PConfig
+from attrs import define, field
+
 from pipegrid.transport.errors import P2PError, P2PUsageError
 from pipegrid.transport.messages.handle import State, Transfer
 from pipegrid.transport.streams import current_stream, working_on
@@ -16,18 +17,16 @@ from pipegrid.transport.streams import current_stream, working_on
 _ACTIVE = State.ACTIVE  # members of an Enum are looked up slowly
 
 
+@define(eq=False)
 class Batch:
     """A block whose transfers start at its end. A context manager: see `Lanes.batch`."""
 
-    __slots__ = ("_before", "_by_lane", "_entered", "_submitter", "_thread", "_together")
-
-    def __init__(self, submitter: Submitter, *, together: bool, by_lane: bool) -> None:
-        self._submitter = submitter
-        self._together = together
-        self._by_lane = by_lane
-        self._before = 0  # transfers of the batch around this one
-        self._entered = False
-        self._thread: int | None = None  # None: inside another batch
+    _submitter: Submitter
+    _together: bool
+    _by_lane: bool
+    _before: int = field(default=0, init=False)  # transfers of the batch around this one
+    _entered: bool = field(default=False, init=False)
+    _thread: int | None = field(default=None, init=False)  # None: inside another batch
 
     def __enter__(self) -> None:
         if self._entered:
@@ -52,32 +51,21 @@ class Batch:
                     call()
 
 
+@define(eq=False)
 class Submitter:
-    """Starts the transfers of lanes that were opened together: the submit function of each of them.
+    """Starts the transfers of lanes that were opened together: the submit function of each of them."""
 
-    Attributes:
-        pending: of each thread that is inside a batch, the transfers that it has submitted.
-        calls: of each such thread, what `when_started` is to call.
-        lock: held while transfers get their numbers and are started, so that both happen in the same order.
-        asleep: whether the progress thread needs ``wake`` to look at the lanes.
-        in_order: start transfers in the order of calls, even where that means to wait for a receive's header.
-        patience: seconds that a transfer has for which no caller says how many, where it is more than the deadline.
-        shares: whether some of the lanes share a communicator.
-        strict: each batch is waited for.
-
-    Args:
-        config: of the lanes.
-    """
-
-    def __init__(self, config: P2PConfig, *, shares: bool) -> None:
-        self.lock = threading.RLock()
-        self.wake: threading.Event = threading.Event()
-        self.asleep = True
-        self.in_order = False
-        self.patience = 0.0
-        self.pending: dict[int, list[Transfer]] = {}
-        self.calls: dict[int, list[Callable[[], None]]] = {}
-        self.shares, self.strict = shares, config.strict
+    strict: bool  # each batch is waited for
+    shares: bool = False  # some of the lanes share a communicator
+    # Start transfers in the order of calls, even where that means to wait for a receive's header.
+    in_order: bool = False
+    patience: float = 0.0  # seconds of a transfer for which no caller says how many, where that is above the deadline
+    pending: dict[int, list[Transfer]] = field(factory=dict, init=False)  # of each thread that is inside a batch
+    calls: dict[int, list[Callable[[], None]]] = field(factory=dict, init=False)  # likewise: of `when_started`
+    # Held while transfers get their numbers and are started, so that both happen in the same order.
+    lock: threading.RLock = field(factory=threading.RLock, init=False)
+    wake: threading.Event = field(factory=threading.Event, init=False)
+    asleep: bool = field(default=True, init=False)  # whether the progress thread needs ``wake`` to look at the lanes
 
     @property
     def batches(self) -> bool:
@@ -85,10 +73,7 @@ class Submitter:
         return self.strict or self.shares
 
     def when_started(self, call: Callable[[], None]) -> None:
-        """Call ``call`` when what this thread has submitted is started: now, or after the batch that it is in.
-
-        Not at all where the batch raises.
-        """
+        """Call ``call`` now, or after the batch that this thread is in; not at all where that raises."""
         thread = get_ident()
         if thread in self.pending:
             self.calls.setdefault(thread, []).append(call)
@@ -97,8 +82,7 @@ class Submitter:
 
     def __call__(self, transfer: Transfer) -> None:
         """Start a transfer now, or at the end of the batch that this thread is in."""
-        pending = self.pending.get(get_ident())
-        if pending is None:
+        if (pending := self.pending.get(get_ident())) is None:
             self._start([transfer])
         else:
             lane: Any = transfer.lane
@@ -108,9 +92,7 @@ class Submitter:
     def submit_pending(self, transfers: Sequence[Transfer], *, together: bool) -> None:
         """Start the transfers of a batch."""
         ahead: dict[Any, int] = {}  # sends of each lane
-        for transfer in transfers:
-            if not transfer.sending:
-                continue
+        for transfer in (one for one in transfers if one.sending):
             lane: Any = transfer.lane
             before = ahead.get(lane, 0)
             ahead[lane] = before + 1
@@ -186,9 +168,9 @@ class Submitter:
     def start(self, transfers: Sequence[Transfer]) -> None:
         """Hand numbered transfers to their movers, those of one communicator as one batch. Under the lock.
 
-        Communicators start in the order of the transfers, which is the plan's: `verify(batches="in_order")` proves that
-        order. On a lane's own communicator only neighbours in it are combined, so that none starts before its turn; on
-        a shared one all are one call, in the order of lanes, which all sides know. A batch has one stream: that of one
+        Communicators start in the order of the transfers, the plan's: `verify(batches="in_order")` proves that order.
+        On a lane's own communicator only neighbours in it are combined, so that none starts before its turn; on a
+        shared one all are one call, in the order of lanes, which all sides know. A batch has one stream: that of one
         lane's sends or receives, or on a shared communicator the caller's.
         """
         batches: list[list[tuple[Any, Transfer]]] = []
@@ -209,7 +191,7 @@ class Submitter:
                 previous = connection
         for batch in batches:
             if len(batch) > 1:
-                batch.sort(key=_by_lane)
+                batch.sort(key=lambda one: one[0].spec)
             try:
                 with working_on(batch[0][1].stream):
                     tickets = batch[0][0].mover.start([lane.operation(transfer) for lane, transfer in batch])
@@ -239,7 +221,3 @@ def _settle(transfer: Transfer) -> None:
     lane: Any = transfer.lane
     if not transfer.is_ready:
         lane.transfers.settle()
-
-
-def _by_lane(one: tuple[Any, Transfer]) -> Any:
-    return one[0].spec

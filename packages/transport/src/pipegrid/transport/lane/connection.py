@@ -21,29 +21,19 @@ if TYPE_CHECKING:
 
 @define(eq=False)
 class Connection:
-    """The mover, the wires and the group that the lanes of one communicator share.
+    """The mover, the wires and the group that the lanes of one communicator share."""
 
-    Attributes:
-        mover: moves their payloads.
-        wires: move headers and end notices, by the rank at the other end; none where that is this rank, and in a dry
-            run.
-        group: the process group of the payloads; None where both ends are one rank.
-        is_shared: the communicator has several lanes, not all of them of this rank.
-        receive_stream: receives are posted under it, so that a transfer waits for its buffer and for no computing; None
-            is the caller's stream.
-        lanes: this rank's ends, each a `LaneEnding`.
-        aborting: the abort of a device group, once it has begun.
-        told: the other sides know of the end.
-    """
-
-    mover: Mover
+    mover: Mover  # moves their payloads
+    # Move headers and end notices, by the rank at the other end; none where that is this rank, and in a dry run.
     wires: Mapping[int, Wire] = field(factory=dict)
-    group: ProcessGroup | None = None
-    is_shared: bool = False
+    group: ProcessGroup | None = None  # the process group of the payloads; None where both ends are one rank
+    is_shared: bool = False  # the communicator has several lanes, not all of them of this rank
+    # Receives are posted under it, so that a transfer waits for its buffer and for no computing; None is the caller's
+    # stream.
     receive_stream: torch.Stream | None = None
-    lanes: list[Any] = field(factory=list)
-    aborting: Abort | None = None
-    told: bool = False
+    lanes: list[Any] = field(factory=list)  # this rank's ends, each a `LaneEnding`
+    aborting: Abort | None = None  # the abort of a device group, once it has begun
+    told: bool = False  # the other sides know of the end
     _held: deque[torch.Tensor] = field(factory=deque, init=False)
 
     def tell_closed(self) -> None:

@@ -6,7 +6,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 from pipegrid.transport.backends.wire import timedelta_of
 from pipegrid.transport.errors import (
@@ -37,32 +37,11 @@ _ACTIVE, _FAILED, _PENDING = State.ACTIVE, State.FAILED, State.PENDING
 
 
 class LaneEnding:
-    """The end of a lane and of each of its transfers.
+    """The end of a lane and of each of its transfers, which are in ``queue``; ``error`` is why the lane is dead."""
 
-    Attributes:
-        spec: which lane.
-        rank: this global rank.
-        peer: the global rank at the other end.
-        connection: what the lane shares with others.
-        queue: transfers that were started, in order, and have not been seen to end.
-        error: why the lane is dead; None while it lives.
-    """
-
-    def __init__(
-        self,
-        end: Endpoint,
-        *,
-        outgoing: Outgoing,
-        queue: deque[Transfer],
-        wait_lock: WaitLock,
-    ) -> None:
-        self.spec, self.rank, self.peer, self.connection, self.queue = (
-            end.spec,
-            end.rank,
-            end.peer,
-            end.connection,
-            queue,
-        )
+    def __init__(self, end: Endpoint, *, outgoing: Outgoing, queue: deque[Transfer], wait_lock: WaitLock) -> None:
+        self.spec, self.rank, self.peer, self.connection = end.spec, end.rank, end.peer, end.connection
+        self.queue = queue  # transfers that were started, in order, and have not been seen to end
         self.error: P2PError | None = None
         self._wire, self._outgoing = end.wire, outgoing
         self._wait_lock, self._states = wait_lock, wait_lock.states
@@ -72,13 +51,12 @@ class LaneEnding:
 
     def fail(self, error: P2PError, *, kind: str) -> None:
         """End the lane, and all of its communicator, because of ``error``; ``kind`` goes to the other sides."""
-        end_together([End(self, error, text_of(error))], kind=kind)
+        end_together([(self, error, text_of(error))], kind=kind)
 
     def explain(self, error: RuntimeError, transfer: Transfer | None) -> None:
         """Find out why the backend failed, and end the lane with that."""
         if self.error is None:
-            abort = device_aborts.of(self.connection.group)
-            if abort is None:
+            if (abort := device_aborts.of(self.connection.group)) is None:
                 found, kind = self._cause_of(error, transfer), "lost"
             else:  # of a failure elsewhere on this rank, which the other side is to learn
                 text = relayed(abort.cause, f"lane {self.spec} was aborted on rank {self.rank}")
@@ -89,11 +67,9 @@ class LaneEnding:
             self.set_end(transfer, _FAILED, self.error)
 
     def _cause_of(self, error: RuntimeError, transfer: Transfer | None) -> P2PError:
-        notice = None if self._wire is None else self._wire.end_notice()
-        if notice is not None:
-            kind, text = notice
-            told = P2PMismatchError if kind == "mismatch" else P2PPeerError
-            return told(relayed(text, f"rank {self.peer} ended lane {self.spec}"))
+        if self._wire is not None and (notice := self._wire.end_notice()) is not None:
+            told = P2PMismatchError if notice[0] == "mismatch" else P2PPeerError
+            return told(relayed(notice[1], f"rank {self.peer} ended lane {self.spec}"))
         if transfer is not None and time.monotonic() >= transfer.due:
             return self._timed_out(transfer)
         what = "" if transfer is None else f" while {_verb(transfer)} message {transfer.sequence} of lane {self.spec}"
@@ -140,7 +116,7 @@ class LaneEnding:
         for transfer in self.queue.copy():
             self.set_end(transfer, _FAILED, error)
         self.queue.clear()
-        self._outgoing.finish()
+        self._outgoing.header_works.clear()
 
     # ---- The end of a transfer
 
@@ -211,19 +187,15 @@ class LaneEnding:
         return list(self._last_queue) if self.error is not None else [repr(one) for one in self.queue.copy()]
 
 
-class End(NamedTuple):
-    """A lane that ends, the error of its transfers, and the text for its other side."""
-
-    lane: LaneEnding
-    error: P2PError
-    text: str
+# A lane that ends, the error of its transfers, and the text for its other side.
+End: TypeAlias = tuple[LaneEnding, P2PError, str]
 
 
 def abort_lanes(lanes: Sequence[LaneEnding], reason: str) -> None:
     """End lanes at once, and tell all other sides why before any connection is cut."""
     reason = text_of(reason)
-    texts = [relayed(reason, f"lane {lane.spec} was aborted on rank {lane.rank}") for lane in lanes]
-    ends = [End(lane, P2PLaneDeadError(text), reason) for lane, text in zip(lanes, texts, strict=True)]
+    causes = [relayed(reason, f"lane {lane.spec} was aborted on rank {lane.rank}") for lane in lanes]
+    ends = [(lane, P2PLaneDeadError(cause), reason) for lane, cause in zip(lanes, causes, strict=True)]
     end_together(ends, kind="aborted")
 
 
@@ -238,7 +210,7 @@ def end_together(ends: Sequence[End], *, kind: str) -> None:
     """
     over: list[tuple[LaneEnding, P2PError]] = []
     connections: dict[int, tuple[Connection, str, int]] = {}
-    siblings = [End(lane, end.error, end.text) for end in ends for lane in end.lane.connection.lanes]
+    siblings = [(sibling, error, text) for lane, error, text in ends for sibling in lane.connection.lanes]
     for lane, error, text in (*ends, *siblings):
         if lane.take_error(error):
             over.append((lane, error))

@@ -42,28 +42,17 @@ _HEADERS_KEPT = 64
 _BUFFERS_KEPT = 64  # signatures, where shapes vary
 
 
-@frozen(eq=False, kw_only=True)
+@frozen(eq=False)
 class Endpoint:
-    """One end (or, on one rank, both) of a lane: what all parts of it there know.
-
-    Attributes:
-        spec: which lane.
-        rank: this global rank.
-        device: where payloads live.
-        config: the settings that the lane was opened with.
-        connection: what it shares with others.
-        index: its number among all lanes of its communicator.
-        standing: the one message of the lane, where it was fixed when the lane was opened.
-        tally: what is counted.
-    """
+    """One end (or, on one rank, both) of a lane: what all parts of it there know."""
 
     spec: LaneSpec
-    rank: int
-    device: torch.device
-    config: P2PConfig
-    connection: Connection
-    index: int
-    standing: Signature | None = None
+    rank: int  # this, global
+    device: torch.device  # where payloads live
+    config: P2PConfig  # the settings that the lane was opened with
+    connection: Connection  # what it shares with others
+    index: int  # its number among all lanes of its communicator
+    standing: Signature | None = None  # the one message of the lane, where it was fixed when the lane was opened
     tally: Tally = field(factory=Tally, init=False)
 
     @property
@@ -97,21 +86,13 @@ class Endpoint:
 class Outgoing:
     """Checks, announcements and shapes of a lane's messages, at its source.
 
-    Args:
-        end: of the lane.
-        there: what has been announced to the destination, where that is this rank.
-
-    Attributes:
-        contract: what has been announced.
-        dtype: as of `Endpoint`.
-        header_works: of the last headers that were sent.
-        plain: the one message of the lane, where it is plain and each is started alone.
+    ``there``: what has been announced to the destination, where that is this rank.
     """
 
     def __init__(self, end: Endpoint, *, there: ShapeContract) -> None:
         self.contract = ShapeContract(end.spec, end.config.shape_mode, end.standing)
         self.header_works: deque[Any] = deque(maxlen=_HEADERS_KEPT)
-        self.plain: PlainMessage | None = None
+        self.plain: PlainMessage | None = None  # the one message of the lane, where it is plain and started alone
         self._end, self._there = end, there
         self._spec, self._device, self.dtype = end.spec, end.device, end.dtype
         self._one_by_one = end.one_by_one
@@ -120,11 +101,7 @@ class Outgoing:
         self._beside: set[int] = set()  # messages that go to the receives beside their headers
 
     def fill(self, transfer: Transfer, payload: Any, note: str | None) -> None:
-        """Give a send its tensors and its signature, before it has a number: a payload that fails costs no message.
-
-        Raises:
-            P2PUsageError: see `check_sendable`.
-        """
+        """Give a send its tensors and its signature, before it has a number: a payload that fails costs no message."""
         tensors, tree = flatten(payload)
         for tensor in tensors:
             check_sendable(tensor, device=self._device, dtype=self.dtype, lane=self._spec)
@@ -137,11 +114,7 @@ class Outgoing:
             raise P2PUsageError(f"lane {self._spec} cannot send these tensors as bytes: {error}") from error
 
     def admit(self, transfer: Transfer) -> None:
-        """Announce a numbered send, if no announcement has it.
-
-        Raises:
-            P2PMismatchError, P2PUsageError: see `ShapeContract.send`.
-        """
+        """Announce a numbered send, if no announcement has it."""
         signature = transfer.signature
         if signature is not None and self.contract.send(signature, transfer.sequence):
             transfer.header_works = self._announce(transfer.sequence, signature)
@@ -180,28 +153,17 @@ class Outgoing:
         if self._one_by_one:
             step.plain = self.plain = plain_message(self.contract.standing, self.dtype, self._device)
 
-    def finish(self) -> None:
-        """Drop what the backend has: the lane has ended."""
-        self.header_works.clear()
-
 
 class Incoming:
-    """Headers, shapes and buffers of a lane's messages, at its destination.
-
-    Attributes:
-        contract: what has been announced.
-        dtype: as of `Endpoint`.
-        deferred: receives whose header has not come.
-        plain: the one message of the lane, where it is plain and each is started alone; and its buffers.
-    """
+    """Headers, shapes and buffers of a lane's messages, at its destination."""
 
     def __init__(self, end: Endpoint) -> None:
         self.contract = ShapeContract(end.spec, end.config.shape_mode, end.standing)
-        self.deferred: deque[ReceiveTransfer] = deque()
+        self.deferred: deque[ReceiveTransfer] = deque()  # receives whose header has not come
         self._posted: deque[tuple[PostedHeader, Landing | None]] = deque()  # the receives of the next headers
         self._landings = Landings() if end.beside_headers else None
         self._landed: dict[int, Landing] = {}  # by the number of the message
-        self.plain: tuple[PlainMessage, ReceiveBuffers] | None = None
+        self.plain: tuple[PlainMessage, ReceiveBuffers] | None = None  # as of `Outgoing`, and its buffers
         self._end, self._spec, self._wire, self._tally = end, end.spec, end.wire, end.tally
         self._device, self.dtype = end.device, end.dtype
         self._one_by_one, self._mover = end.one_by_one, end.connection.mover
@@ -210,11 +172,7 @@ class Incoming:
         self._buffers: dict[tuple[Signature, tuple[bool, ...], ExpectedShape | None], ReceiveBuffers] = {}
 
     def expect(self, transfer: ReceiveTransfer, shapes: Any) -> None:
-        """Note what the caller of a receive expects, before it has a number.
-
-        Raises:
-            P2PUsageError: no shapes, or shapes are missing where the lane was opened with ``shapes="given"``.
-        """
+        """Note what the caller of a receive expects, before it has a number; P2PUsageError where that is invalid."""
         if shapes is not None:
             transfer.expected = ExpectedShape.of(shapes)
         elif self.contract.mode == "given":
@@ -224,11 +182,7 @@ class Incoming:
             )
 
     def admit(self, transfer: ReceiveTransfer) -> None:
-        """Give a numbered receive its buffers, or defer it until its header comes.
-
-        Raises:
-            P2PMismatchError: the announced message differs from what the caller expects.
-        """
+        """Give a numbered receive its buffers, or defer it until its header comes; P2PMismatchError if unexpected."""
         if self.plain is not None and transfer.expected is None and not self.deferred:
             self._fill(transfer, self.plain[1])
             return
@@ -272,26 +226,18 @@ class Incoming:
             self._posted.append((header, beside))
 
     def take_header(self, timeout: timedelta, lock: Any) -> None:
-        """Wait for the next header. Only for the leader.
+        """Wait up to ``timeout`` for the next header; only for the leader. ``lock`` guards the contract.
 
-        Args:
-            timeout: how long.
-            lock: guards the contract.
-
-        Raises:
-            RuntimeError: the connection is gone, or no header came.
-            P2PMismatchError: it is for another message.
+        Raises RuntimeError where none came; P2PMismatchError for one of another message.
         """
-        header = self.header
-        if header is None:
+        if (header := self.header) is None:
             return
         self._tally.host_syncs += 1
         sequence, standing, signature = decode(header.take(timeout))
         self._tally.headers += 1
         beside = self._posted[0][1]
-        landed = self._landings is not None and self._landings.announced(
-            signature, 0 if beside is None else beside.size
-        )
+        size = 0 if beside is None else beside.size
+        landed = self._landings is not None and self._landings.announced(signature, size)
         if beside is not None and not landed:
             beside.ticket.hold(timeout)
         with lock:
@@ -309,11 +255,7 @@ class Incoming:
                 beside.release()
 
     def prepare_deferred(self) -> list[ReceiveTransfer]:
-        """The deferred receives whose shapes are known by now, with their buffers.
-
-        Raises:
-            P2PMismatchError: as `admit`.
-        """
+        """The deferred receives whose shapes are known by now, with their buffers."""
         ready = []
         while self.deferred and (signature := self.contract.receive()) is not None:
             self._prepare(self.deferred[0], signature)
@@ -342,17 +284,12 @@ class Incoming:
         transfer.buffers = own
 
     def _buffers_of(self, transfer: ReceiveTransfer, signature: Signature) -> ReceiveBuffers:
-        """The buffers of a message in the form that its receiver expects.
-
-        Raises:
-            P2PMismatchError: as `admit`.
-        """
+        """The buffers of a message in the form that its receiver expects."""
         expected = transfer.expected
         if signature.tree == 0 and expected == ExpectedShape(True, (signature.tensors[0].shape,)):
             expected = None
         key = (signature, signature.gradients, expected)
-        buffers = self._buffers.get(key)
-        if buffers is None:
+        if (buffers := self._buffers.get(key)) is None:
             exact = self.contract.stands
             buffers = receive_buffers(
                 signature, expected, device=self._device, tally=self._tally, dtype=self.dtype, exact=exact
@@ -362,8 +299,8 @@ class Incoming:
                 wanted = "any shape" if transfer.expected is None else f"shape {transfer.expected}"
                 raise P2PMismatchError(
                     f"rank {self._spec.destination} expects message {transfer.sequence} of lane {self._spec} to be of "
-                    f"{wanted}{kind}, but rank {self._end.peer} announced {signature}; "
-                    f"give the same shapes and pipeline_dtype on both sides"
+                    f"{wanted}{kind}, but rank {self._end.peer} announced {signature}; give the same shapes and "
+                    "pipeline_dtype on both sides"
                 )
             if len(self._buffers) >= _BUFFERS_KEPT:
                 self._buffers.clear()

@@ -28,14 +28,6 @@ _MOST_BYTES = 2**26  # a larger message travels for longer than its trips, and o
 _HEADROOM = 8  # an eighth: shapes that grow a little with each step fit in most
 
 
-def bytes_beside(signature: Signature) -> int | None:
-    """Bytes of a message that may come beside its header; None of a larger one, and of several tensors."""
-    if len(signature.tensors) > 1:
-        return None
-    nbytes = sum(math.prod(one.shape) * dtype_of(one).itemsize for one in signature.tensors)
-    return nbytes if nbytes <= _MOST_BYTES else None
-
-
 class Landings:
     """The sizes of the receives beside headers: one at each end, and both go through the same sizes."""
 
@@ -50,17 +42,17 @@ class Landings:
         return self._sizes.popleft()
 
     def announced(self, signature: Signature, size: int) -> bool:
-        """Note what a header announces; whether the message comes in the receive of ``size`` bytes beside it."""
-        nbytes = bytes_beside(signature)
-        if nbytes is not None and nbytes > self._largest:
+        """Note what a header announces; whether the message fits in the receive of ``size`` bytes beside it."""
+        nbytes = sum(math.prod(one.shape) * dtype_of(one).itemsize for one in signature.tensors)
+        alone = len(signature.tensors) <= 1 and nbytes <= _MOST_BYTES
+        if alone and nbytes > self._largest:
             self._largest = nbytes + nbytes // _HEADROOM
         self._sizes.append(self._largest)
-        return nbytes is not None and size > 0 and nbytes <= size
+        return alone and size > 0 and nbytes <= size
 
     def post(self, mover: Mover, index: int, tally: Tally) -> Landing | None:
         """Post the receive beside the next header of lane ``index``."""
-        size = self.next_size()
-        if not size:
+        if not (size := self.next_size()):
             return None
         if size != self._posted:
             self._posted, self._free = size, deque()
@@ -80,13 +72,9 @@ class Landings:
 
 @define(eq=False)
 class Landing:
-    """A receive beside a header; the `ReceiveBuffers` of the message that comes in it, if one does.
+    """A receive beside a header; the `ReceiveBuffers` of the message that comes in it, if one does."""
 
-    Attributes:
-        ticket: of the receive.
-    """
-
-    ticket: Ticket
+    ticket: Ticket  # of the receive
     _buffer: Tensor
     _landings: Landings
     _form: ReceiveBuffers = field(init=False)

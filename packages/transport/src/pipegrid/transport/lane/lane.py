@@ -18,6 +18,7 @@ from threading import get_ident
 from typing import Any
 
 import torch
+from attrs import asdict
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -26,7 +27,6 @@ from pipegrid.transport.backends import Operation, Ticket
 from pipegrid.transport.config import STEPS_KEPT
 from pipegrid.transport.errors import P2PError, P2PMismatchError, P2PUsageError, text_of
 from pipegrid.transport.lane.batch import Submitter
-from pipegrid.transport.lane.connection import Connection
 from pipegrid.transport.lane.ending import abort_lanes
 from pipegrid.transport.lane.endpoint import Endpoint, Incoming, Outgoing
 from pipegrid.transport.lane.landing import BESIDE
@@ -63,19 +63,19 @@ class Lane:
 
     def __init__(self, end: Endpoint, submit: Submitter) -> None:
         connection = end.connection
-        self.spec, self.rank, self.peer = end.spec, end.rank, end.peer
+        self.spec, self.rank, self.peer, self.index = end.spec, end.rank, end.peer, end.index
         self.device, self.config, self.connection, self.tally = end.device, end.config, connection, end.tally
         self.mover, self.wire = connection.mover, end.wire
-        self.sent = 0
-        self.received = 0
+        self.sent = self.received = 0
         self._counted = 0  # messages of which the tally knows: those that were started alone are all alike
         self.incoming = Incoming(end)
         self.outgoing = Outgoing(end, there=self.incoming.contract)
-        self.transfers = _waits_of(connection)(end, submit=submit, outgoing=self.outgoing, incoming=self.incoming)
+        waits = (StreamWaits if self.mover.streams else HostWaits) if connection.wires else LocalWaits
+        self.transfers: LaneTransfers = waits(end, submit=submit, outgoing=self.outgoing, incoming=self.incoming)
         self.ending = self.transfers.ending
         connection.lanes.append(self.ending)
         self.queue = self.transfers.queue
-        self._submit, self.index = submit, end.index
+        self._submit = submit
         one_by_one = not (self.mover.streams or submit.strict or submit.shares)
         self._most_ahead = self.config.receives_ahead if one_by_one else 0
         self._needs_shapes = end.config.shape_mode == "given"
@@ -123,18 +123,11 @@ class Lane:
     @property
     def stats(self) -> LaneStats:
         """The counts of this end so far."""
-        tally = self.tally
         with self._submit.lock:
             self._count_alone()
-        return LaneStats(
-            messages=self.sent + self.received - len(self.incoming.deferred),
-            transfers=tally.transfers,
-            bytes=tally.bytes,
-            headers=tally.headers,
-            host_syncs=tally.host_syncs,
-            allocations=tally.allocations,
-            live=self.received - tally.released,
-        )
+        counted = asdict(self.tally)
+        live = self.received - counted.pop("released")
+        return LaneStats(messages=self.sent + self.received - len(self.incoming.deferred), live=live, **counted)
 
     def _count_alone(self) -> None:
         """Count the messages of one tensor that went to the mover by themselves, all alike since the last time."""
@@ -214,7 +207,10 @@ class Lane:
         """
         plain, submit, early = self.incoming.plain, self._submit, self._early
         if slot is not None:
-            self._reserve(slot)
+            if not self.takes_slots:
+                mode = self.config.shape_mode
+                raise P2PUsageError(f"lane {self.spec} has shapes={mode!r}, a receive to a slot needs shapes that stay")
+            slot.reserve()
         if early:
             if shapes is not None and plain is not None and plain[0].shape != shapes:
                 raise P2PUsageError(
@@ -231,27 +227,16 @@ class Lane:
         ):
             posted = self._receive_plain(plain[1] if slot is None else SlotBuffers(plain[1], slot), submit)
         else:
-            posted = self._receive(shapes, blocking=blocking, slot=slot)
+            self._require_usable(sending=False)
+            posted = ReceiveTransfer(self)
+            posted.blocking, posted.slot = blocking, slot
+            self.incoming.expect(posted, shapes)
+            submit(posted)
         if not early:
             return posted
         self._later -= 1
         early.append(posted)
         return early.popleft()
-
-    def _reserve(self, slot: Slot) -> None:
-        if not self.takes_slots:
-            raise P2PUsageError(
-                f"lane {self.spec} has shapes={self.config.shape_mode!r}, a receive to a slot needs shapes that stay"
-            )
-        slot.reserve()
-
-    def _receive(self, shapes: Any, *, blocking: bool = False, slot: Slot | None = None) -> ReceiveTransfer:
-        self._require_usable(sending=False)
-        transfer = ReceiveTransfer(self)
-        transfer.blocking, transfer.slot = blocking, slot
-        self.incoming.expect(transfer, shapes)
-        self._submit(transfer)
-        return transfer
 
     def _receive_plain(self, buffers: ReceiveBuffers | SlotBuffers, submit: Submitter) -> ReceiveTransfer:
         """Post the receive of a plain message; its payload is made while it travels."""
@@ -324,21 +309,18 @@ class Lane:
             if step is not None and step.plain is None:
                 end.find_plain(step, self)
             self._epoch = 0 if step is None else step.number
-            bound = self._bound.get(self._epoch)
-            if bound is None:
+            if (bound := self._bound.get(self._epoch)) is None:
                 self._bind()
             else:
                 self._start_send, self._start_receive = bound
         self._early, self._later = None, 0
         if step is not None and step.plain is not None and self._most_ahead and self.rank != self.spec.source:
-            count = min(self._most_ahead, len(step.messages))
-            posted = deque([self.irecv() for _ in range(count)])
-            self._early, self._later = posted, len(step.messages) - count
+            posted = deque([self.irecv() for _ in range(min(self._most_ahead, len(step.messages)))])
+            self._early, self._later = posted, len(step.messages) - len(posted)
 
     def learn(self, batch: str) -> None:
         """Note the messages of this step, the first of a ``batch`` signature. Both ends call it after the same step."""
-        passed = self.outgoing.contract.passed or self.incoming.contract.passed
-        if passed:
+        if passed := self.outgoing.contract.passed or self.incoming.contract.passed:
             self._learned += 1
             self._steps[batch] = StepShapes(tuple(passed), self._learned % _NUMBERS + 1)
             if len(self._steps) > STEPS_KEPT:
@@ -353,10 +335,9 @@ class Lane:
         if not self.outgoing.contract.stands:
             raise P2PUsageError(
                 f"lane {self.spec} has shapes={self.config.shape_mode!r}: every message is announced, "
-                f"there is nothing to renew"
+                "there is nothing to renew"
             )
-        under_way = self.transfers.receives_under_way()
-        if under_way:
+        if under_way := self.transfers.receives_under_way():
             raise P2PUsageError(f"lane {self.spec} has {under_way} receives under way; wait for them before renew()")
 
     def abort(self, reason: str) -> None:
@@ -413,9 +394,3 @@ class Lane:
         tensors = transfer.tensors if transfer.sending else carried(transfer.tensors, self._nothing)
         self.tally.count(tensors)
         return transfer.sending, tensors, self.index, BESIDE if transfer.beside_header else self._epoch
-
-
-def _waits_of(connection: Connection) -> type[LaneTransfers]:
-    if not connection.wires:
-        return LocalWaits
-    return StreamWaits if connection.mover.streams else HostWaits

@@ -81,8 +81,7 @@ class StreamWaits(LaneTransfers):
     def _seen_done(self, transfer: Transfer) -> None:
         """Set the end of a transfer whose ticket is done.
 
-        An abort makes works look done, without their data. A lane takes its error before that, so a transfer is good
-        where the lane has none once its ticket is done.
+        An abort makes works look done, without their data; a lane takes its error before that.
         """
         error = self.ending.error
         self.ending.set_end(transfer, _DONE if error is None else _FAILED, error)

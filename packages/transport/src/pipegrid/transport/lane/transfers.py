@@ -34,10 +34,9 @@ Entry = TypeVar("Entry")
 
 
 def first_of(queue: deque[Entry]) -> Entry | None:
-    """The first entry; None of an empty queue.
+    """The first entry; None of an empty queue, also where another thread empties it meanwhile.
 
-    An iterator of a live queue raises where another thread changes it between two steps, and an entry may go between
-    the question for it and the answer. To walk a queue, walk its ``copy()``, which is one step.
+    An iterator of a live queue raises where it changes: to walk one, walk its ``copy()``, which is one step.
     """
     try:
         return queue[0]
@@ -46,25 +45,11 @@ def first_of(queue: deque[Entry]) -> Entry | None:
 
 
 class LaneTransfers(ABC):
-    """The transfers of a lane that are under way, until each has ended. A subclass per way of waiting.
+    """The transfers of a lane that are under way, until each has ended. A subclass per way of waiting."""
 
-    Attributes:
-        config: the settings that the lane was opened with.
-        connection: what it shares with others.
-        ending: ends the lane, and sets the end of each transfer.
-        queue: transfers that were started, in order, and have not been seen to end.
-    """
-
-    def __init__(
-        self,
-        end: Endpoint,
-        *,
-        submit: Submitter,
-        outgoing: Outgoing,
-        incoming: Incoming,
-    ) -> None:
+    def __init__(self, end: Endpoint, *, submit: Submitter, outgoing: Outgoing, incoming: Incoming) -> None:
         self.config, self.connection = end.config, end.connection
-        self.queue: deque[Transfer] = deque()
+        self.queue: deque[Transfer] = deque()  # those that were started, in order, and have not been seen to end
         self._submit, self._outgoing, self._incoming, self._tally = submit, outgoing, incoming, end.tally
         self._device, self._on_device = end.device, has_streams(end.device)
         self._wait_lock = WaitLock(f"pipegrid-lane-{end.spec}", self._step, self._has_work)
@@ -72,7 +57,7 @@ class LaneTransfers(ABC):
         self._patience = timedelta(seconds=end.config.deadline + BACKSTOP_SECONDS)
         self.ending = LaneEnding(end, outgoing=outgoing, queue=self.queue, wait_lock=self._wait_lock)
 
-    # ---- What handles ask: see `Waiter`
+    # ---- What handles ask: see `Transfer`
 
     @abstractmethod
     def wait_for(self, transfer: Transfer, timeout: float | None) -> None:
@@ -259,10 +244,7 @@ class LaneTransfers(ABC):
         del now
 
     def drain(self, end: float) -> None:
-        """Hold the host until transfers that were ordered or sent are done and read, or until ``end`` (monotonic).
-
-        Only where a wait does not hold the host.
-        """
+        """Hold the host until what was ordered or sent is done and read, or until ``end``, if no wait holds it."""
         del end
 
     def join(self) -> None:
@@ -272,10 +254,7 @@ class LaneTransfers(ABC):
 
 @final
 class HostWaits(LaneTransfers):
-    """Waits over gloo, staged or not.
-
-    A work can be waited for once, by one thread, and says that it is done to that thread only.
-    """
+    """Waits over gloo: a work can be waited for once, by one thread, and says that it is done to that thread only."""
 
     def wait_for(self, transfer: Transfer, timeout: float | None) -> None:
         """See `Transfer.wait`."""
@@ -339,19 +318,15 @@ class HostWaits(LaneTransfers):
     def _see_ends(self, now: float) -> None:
         queue = self.queue.copy()
         limit = queue[0].limit if queue and queue[0].sending else None
-        if limit is not None and now - limit.since > _UNATTENDED_SECONDS:
-            # Only those that the backend has: another thread may be about to start the last ones.
-            posted = [transfer for transfer in queue if transfer.ticket is not None]
-            if posted:
-                self._wait_lock.watch(posted[-1])
+        unattended = limit is not None and now - limit.since > _UNATTENDED_SECONDS
+        # Only those that the backend has: another thread may be about to start the last ones.
+        if unattended and (posted := [transfer for transfer in queue if transfer.ticket is not None]):
+            self._wait_lock.watch(posted[-1])
 
 
 @final
 class LocalWaits(LaneTransfers):
-    """Waits on a rank's own lane, and in a dry run: for no other rank.
-
-    A transfer has ended when it was started, or its send was. The sends and the receives of the lane are in one queue.
-    """
+    """Waits on a rank's own lane, and in a dry run: a transfer has ended when it was started, or its send was."""
 
     def started(self, transfer: Transfer) -> None:
         """See the ends that a start brings: of a send, and of the receive that it is for."""

@@ -44,49 +44,24 @@ class Limit(NamedTuple):
     seconds: float
 
 
-class Waiter(Protocol):
+class _Waiter(Protocol):
     """The part of `LaneTransfers` that handles use."""
 
-    def wait_for(self, transfer: Transfer, timeout: float | None) -> None:
-        """Wait for a transfer; on CUDA the current stream does."""
-        ...
-
-    def synchronize(self, transfer: Transfer, timeout: float | None) -> None:
-        """Hold the host until a transfer is done."""
-        ...
-
-    def poll(self, transfer: Transfer) -> bool:
-        """Whether a transfer is done or has failed."""
-        ...
-
-    def call_back(self, transfer: Transfer, callback: Callable[[Any], None]) -> None:
-        """Call ``callback(handle)`` once the transfer has ended."""
-        ...
-
-    def provide(self, transfer: ReceiveTransfer) -> Any:
-        """The payload of a receive before its data is there: waits for its buffers only."""
-        ...
-
-    def take_back(self, transfer: ReceiveTransfer) -> None:
-        """Take the buffers of a receive back."""
-        ...
+    def wait_for(self, transfer: Transfer, timeout: float | None) -> None: ...
+    def synchronize(self, transfer: Transfer, timeout: float | None) -> None: ...
+    def poll(self, transfer: Transfer) -> bool: ...
+    def call_back(self, transfer: Transfer, callback: Callable[[Any], None]) -> None: ...
+    def provide(self, transfer: ReceiveTransfer) -> Any: ...
+    def take_back(self, transfer: ReceiveTransfer) -> None: ...
 
 
-class Buffers(Protocol):
+class _Buffers(Protocol):
     """The part of `ReceiveBuffers` that handles use."""
 
     @property
-    def signature(self) -> Signature:
-        """The form of the message."""
-        ...
-
-    def payload(self, tensors: Sequence[Tensor]) -> Any:
-        """The payload of these tensors."""
-        ...
-
-    def release(self, tensors: Sequence[Tensor], events: Sequence[Any]) -> None:
-        """Take the tensors back for another message."""
-        ...
+    def signature(self) -> Signature: ...
+    def payload(self, tensors: Sequence[Tensor]) -> Any: ...
+    def release(self, tensors: Sequence[Tensor], events: Sequence[Any]) -> None: ...
 
 
 class TransferLane(Protocol):
@@ -95,32 +70,24 @@ class TransferLane(Protocol):
     @property
     def spec(self) -> LaneSpec:
         """The lane's name."""
-        ...
 
     @property
-    def transfers(self) -> Waiter:
+    def transfers(self) -> _Waiter:
         """The lane's waits."""
-        ...
 
 
 # A handle is made per message, and its state is read a dozen times: slots halve the cost. Each class has an `__init__`
 # of its own (by attrs), which the interpreter can specialise.
 @define(eq=False, repr=False, weakref_slot=False)
 class Transfer:
-    """A message that is sent on a lane: the handle of its sender.
-
-    Attributes:
-        lane: the lane.
-        sequence: the message's number on the lane, from 0; -1 until it is started.
-        error: why it failed.
-    """
+    """A message that is sent on a lane: the handle of its sender."""
 
     lane: TransferLane
-    sequence: int = -1
+    sequence: int = -1  # the message's number on the lane, from 0; -1 until it is started
     ticket: Any = None  # the mover's, once it has the transfer
     tensors: Sequence[Tensor] = ()  # kept while the backend may use them
     state: State = _ACTIVE
-    error: BaseException | None = None
+    error: BaseException | None = None  # why it failed
     signature: Signature | None = None  # None: the one that stands on the lane
     # Works of the headers before it: gloo would not deliver headers whose works are dropped. The other side posts the
     # receive after reading them, so over gloo they are done when the transfer is; over NCCL the lane keeps them.
@@ -193,7 +160,7 @@ class ReceiveTransfer(Transfer):
     """A message that is received on a lane: the handle of its receiver."""
 
     expected: ExpectedShape | None = None  # by the caller, where given
-    buffers: Buffers | None = None  # once the shapes are known
+    buffers: _Buffers | None = None  # once the shapes are known
     _payload: Any = _UNBUILT
     slot: Slot | None = None  # where it is to arrive, if not in memory of the lane
     blocking: bool = False  # the caller waits at once and reads the header itself, not the lane's thread

@@ -19,6 +19,10 @@ def _as_shape(value: Iterable[int]) -> tuple[int, ...]:
     return tuple(value)
 
 
+def _as_specs(value: Iterable[TensorSpec]) -> tuple[TensorSpec, ...]:
+    return tuple(value)
+
+
 @frozen(cache_hash=True)
 class TensorSpec:
     """One tensor of a message: its dtype by name (``"float32"``), its shape, and whether it requires grad."""
@@ -30,10 +34,6 @@ class TensorSpec:
 
     def __str__(self) -> str:
         return f"{self.dtype}{list(self.shape)}"
-
-
-def _as_specs(value: Iterable[TensorSpec]) -> tuple[TensorSpec, ...]:
-    return tuple(value)
 
 
 @frozen(cache_hash=True)
@@ -60,9 +60,6 @@ class Signature:
         return marks if any(marks) else (True,) * len(marks)
 
 
-# ---- Headers
-
-
 def encode(*, sequence: int, standing: bool, signature: Signature) -> bytes:
     """The header of message ``sequence`` of a lane, as bytes; ``standing``: it holds for all later messages."""
     tensors = [(spec.dtype, spec.shape, spec.requires_grad) for spec in signature.tensors]
@@ -80,24 +77,14 @@ def _as_tuples(value: Any) -> Any:
     return tuple(map(_as_tuples, value)) if isinstance(value, list) else value
 
 
-# ---- What both ends of a lane know of the messages to come
-
-
 @define(eq=False)
 class StepShapes:
-    """The messages of a lane in the first step of a batch signature.
+    """The messages of a lane in the first step of a batch signature."""
 
-    Attributes:
-        messages: in order.
-        number: of the signature on this lane, from 1: keeps its messages apart from those of other steps.
-        standing: the message that all of them are; None where they differ.
-        plain: what the end of the lane makes of it, where it is plain.
-    """
-
-    messages: tuple[Signature, ...]
-    number: int
-    standing: Signature | None = field(init=False)
-    plain: Any = None
+    messages: tuple[Signature, ...]  # in order
+    number: int  # of the signature on this lane, from 1: keeps its messages apart from those of other steps
+    standing: Signature | None = field(init=False)  # the message that all of them are; None where they differ
+    plain: Any = None  # what the end of the lane makes of it, where it is plain
 
     def __attrs_post_init__(self) -> None:
         first = self.messages[0]
@@ -110,19 +97,14 @@ class ShapeContract:
 
     Each end keeps one, and both go through the same states: the sender when it sends, the receiver when a header
     arrives and when it posts a receive.
-
-    Attributes:
-        standing: the signature of all messages from now on; None where each has its own, or none was announced yet.
-        passed: the signatures of the messages of a step that is being learned; None in others.
     """
 
     def __init__(self, lane: LaneSpec, mode: ShapeMode, standing: Signature | None = None) -> None:
-        self._lane = lane
-        self.mode = mode
+        self._lane, self.mode = lane, mode
         self._table: deque[Signature] = deque()
         self._known = False
-        self.standing = standing
-        self.passed: list[Signature] | None = None
+        self.standing = standing  # of all messages from now on; None where each has its own, or none is announced yet
+        self.passed: list[Signature] | None = None  # those of a step that is being learned; None in others
 
     @property
     def stands(self) -> bool:
@@ -156,10 +138,7 @@ class ShapeContract:
     def check(self, signature: Signature, sequence: int, *, ahead: int = 0) -> None:
         """Raise for a message that can be sent neither as announced nor with a header of its own.
 
-        Args:
-            signature: of the message.
-            sequence: its number.
-            ahead: messages that will be sent before it, and have used up nothing yet.
+        ``ahead``: messages that will be sent before it, and have used up nothing yet.
         """
         announced = self.standing
         if announced is signature:

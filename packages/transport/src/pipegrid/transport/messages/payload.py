@@ -12,6 +12,7 @@ from attrs import frozen
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
+from pipegrid.core.fields import index_of
 from pipegrid.core.lanes import Tally
 from pipegrid.transport.errors import P2PUsageError
 from pipegrid.transport.messages import trees
@@ -30,15 +31,11 @@ _DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
 _SMALL_BYTES = 64 * 1024  # up to here, allocating a buffer costs more than moving the message
 
 
-# ---- Structure
-
-
 def flatten(payload: Any) -> tuple[list[Tensor], Tree]:
     """The tensors of ``payload`` in order, and the tree of their places.
 
-    Raises:
-        P2PUsageError: something other than a tensor, None, list, tuple or dict with string or integer keys; a
-            subclass of these, such as a named tuple, which the receiver could not rebuild; or more than 100 levels.
+    Raises P2PUsageError for anything but tensors, None, lists, tuples and dicts with string or integer keys; for
+    subclasses of these, such as a named tuple, which the receiver could not rebuild; and for more than 100 levels.
     """
     if isinstance(payload, Tensor):
         return [payload], 0
@@ -64,14 +61,8 @@ def dtype_of(spec: TensorSpec) -> torch.dtype:
     return _DTYPES[spec.dtype]
 
 
-# ---- Sending
-
-
 def check_sendable(tensor: Tensor, *, device: torch.device, dtype: torch.dtype | None, lane: object) -> None:
-    """Raise `P2PUsageError` for a tensor whose memory is not its values, in order, on ``device`` and of ``dtype``.
-
-    ``dtype`` is that of floating-point tensors; None allows any.
-    """
+    """Raise P2PUsageError unless memory is values, in order, on ``device``; floats of ``dtype``, None allows any."""
     if tensor.device != device:
         raise P2PUsageError(f"lane {lane} moves tensors of device {device}, got one of {tensor.device}")
     if is_lazy(tensor):
@@ -107,8 +98,7 @@ def _has_memory(tensor: Tensor) -> bool:
 def carried(tensors: Sequence[Tensor], nothing: Tensor) -> Sequence[Tensor]:
     """The tensors that travel for a message: those with elements, uncommon dtypes as bytes.
 
-    A message of no bytes travels as ``nothing``, one byte: it keeps its place in the order, and proves that the peer is
-    alive.
+    Where there are none, ``nothing``, one byte: it keeps the place in the order, and proves that the peer is alive.
     """
     if len(tensors) == 1 and tensors[0].numel() and tensors[0].dtype in _WIRE_DTYPES:
         return tensors if not tensors[0].requires_grad else [tensors[0].detach()]
@@ -124,9 +114,6 @@ def _as_wire(tensor: Tensor) -> Tensor:
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
-# ---- Receiving
-
-
 def is_single_shape(x: Any) -> bool:
     """Whether ``x`` is one shape: a `torch.Size`, a tuple of integers (``()`` is a scalar's), or a list of them.
 
@@ -136,16 +123,7 @@ def is_single_shape(x: Any) -> bool:
         return True
     if not isinstance(x, (tuple, list)) or (isinstance(x, list) and not x):
         return False
-    return all(_is_size(size) for size in x)
-
-
-def _is_size(value: Any) -> bool:
-    if isinstance(value, (bool, tuple, list)):
-        return False
-    try:
-        return operator.index(value) >= 0
-    except TypeError:
-        return False
+    return all((index := index_of(size)) is not None and index >= 0 for size in x)
 
 
 @frozen
@@ -173,17 +151,13 @@ class ExpectedShape:
 
 @frozen(eq=False)
 class PlainMessage:
-    """A message of one tensor that travels as it is.
-
-    Attributes:
-        nbytes: its size.
-    """
+    """A message of one tensor that travels as it is."""
 
     signature: Signature
     shape: torch.Size
     dtype: torch.dtype
     device: torch.device
-    nbytes: int
+    nbytes: int  # its size
 
     def fits(self, payload: Any) -> bool:
         """Whether a payload is this message, and needs no other check."""
@@ -214,18 +188,10 @@ def plain_message(signature: Signature | None, dtype: torch.dtype | None, device
 
 
 class ReceiveBuffers:
-    """Buffers for messages of one signature, and payloads over them.
-
-    Attributes:
-        nbytes: bytes of a message.
-        device: where they are.
-    """
+    """Buffers on ``device`` for messages of one signature, of ``nbytes`` each, and payloads over them."""
 
     def __init__(self, signature: Signature, tree: Tree, device: torch.device, tally: Tally) -> None:
-        self.signature = signature
-        self._tree = tree
-        self.device = device
-        self._tally = tally
+        self.signature, self._tree, self.device, self._tally = signature, tree, device, tally
         self._leaves = [
             (spec.shape, dtype_of(spec), wanted and (dtype_of(spec).is_floating_point or dtype_of(spec).is_complex))
             for spec, wanted in zip(signature.tensors, signature.gradients, strict=True)
@@ -270,10 +236,7 @@ class ReceiveBuffers:
         return [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype, _ in self._leaves]
 
     def payload(self, tensors: Sequence[Tensor], *, prepare: bool = False) -> Any:
-        """The payload over these tensors: those that can have gradients require them, as the sender marked.
-
-        ``prepare``: also allocate the next small message's buffers now, outside its latency.
-        """
+        """The payload over these tensors; ``prepare``: allocate the next small one's buffers, outside its latency."""
         if prepare and self._prepares and self._spare is None and not self._free:
             self._spare = self._new()
         if self._tree == 0:  # most are one plain tensor
@@ -303,20 +266,13 @@ def receive_buffers(
 ) -> ReceiveBuffers | None:
     """Buffers for an announced message in the form that its receiver expects; None where the two differ.
 
-    One expected shape gives one tensor, a list of them a list, whether a tensor, a list or a tuple was sent.
-
-    Args:
-        signature: of the announced message.
-        expected: the caller's expectation; None takes the message as it was sent.
-        device: where buffers live.
-        tally: counts allocations.
-        dtype: the dtype that floating-point tensors must have; None allows any.
-        exact: whether shapes must agree, or only their number.
+    One expected shape gives one tensor, a list of them a list, whether a tensor, a list or a tuple was sent; None takes
+    the message as it was sent. ``dtype``: that floating-point tensors must have, None allows any. ``exact``: whether
+    shapes must agree, or only their number. ``tally`` counts allocations.
     """
-    for spec in signature.tensors:
-        here = dtype_of(spec)
-        if dtype is not None and here.is_floating_point and here is not dtype:
-            return None
+    dtypes = [dtype_of(spec) for spec in signature.tensors]
+    if dtype is not None and any(one.is_floating_point and one is not dtype for one in dtypes):
+        return None
     if expected is None:
         return ReceiveBuffers(signature, signature.tree, device, tally)
     if isinstance(signature.tree, tuple) and signature.tree[0] == "dict":

@@ -29,21 +29,12 @@ class Slot:
     _reserved: bool = field(default=False, init=False)
 
     @property
-    def tensors(self) -> list[Tensor]:
-        """Its memory."""
-        return [tensor for tensors in self._memory.values() for tensor in tensors]
-
-    @property
     def nbytes(self) -> int:
         """Bytes of its memory."""
-        return sum(tensor.nbytes for tensor in self.tensors)
+        return sum(tensor.nbytes for tensors in self._memory.values() for tensor in tensors)
 
     def reserve(self) -> None:
-        """Have it for one message, until that is released.
-
-        Raises:
-            P2PUsageError: another message has it.
-        """
+        """Have it for one message, until that is released; a P2PUsageError where another message has it."""
         if self._reserved:
             raise P2PUsageError(
                 "a receive was posted to a slot whose message is not released: that one would be written while it may "
@@ -54,8 +45,7 @@ class Slot:
     def take(self, form: ReceiveBuffers) -> Sequence[Tensor]:
         """Its memory for a message, for use on the current stream."""
         kind = form.signature.tensors
-        tensors = self._memory.get(kind)
-        if tensors is None:
+        if (tensors := self._memory.get(kind)) is None:
             if len(self._memory) >= _KINDS_KEPT:
                 del self._memory[next(iter(self._memory))]
             tensors = self._memory[kind] = form.take()

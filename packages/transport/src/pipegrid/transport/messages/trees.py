@@ -19,31 +19,15 @@ _KINDS: dict[type, str] = {list: "list", tuple: "tuple", dict: "dict"}
 _DEEPEST = 100  # levels; a tree that contains itself has no end
 
 
-# ---- Values
-
-
-def mapped(function: Callable[[Any], Any], value: Any) -> Any:
-    """``value`` with ``function`` of each part that is no container."""
-    if isinstance(value, dict):
-        return {key: mapped(function, part) for key, part in value.items()}
-    if isinstance(value, (list, tuple)):
-        return _like(value, [mapped(function, part) for part in value])
-    return function(value)
-
-
-def mapped_together(function: Callable[..., Any], *values: Any) -> Any:
+def mapped(function: Callable[..., Any], *values: Any) -> Any:
     """A tree like these, which have equal containers, with ``function`` of the parts at one place in all of them."""
     first = values[0]
     if isinstance(first, dict):
-        return {key: mapped_together(function, *[value[key] for value in values]) for key in first}
+        return {key: mapped(function, *[value[key] for value in values]) for key in first}
     if isinstance(first, (list, tuple)):
-        return _like(first, [mapped_together(function, *parts) for parts in zip(*values, strict=True)])
+        parts = [mapped(function, *items) for items in zip(*values, strict=True)]
+        return type(first)(*parts) if hasattr(first, "_fields") else type(first)(parts)  # a named tuple takes fields
     return function(*values)
-
-
-def _like(value: Any, parts: list[Any]) -> Any:
-    # A named tuple takes its fields one by one.
-    return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
 
 
 def parts_of(value: Any) -> list[Any]:
@@ -55,19 +39,12 @@ def parts_of(value: Any) -> list[Any]:
     return [value]
 
 
-# ---- Values apart from their structure
-
-
 def flatten(value: Any, *, exact: bool = True) -> tuple[list[Any], Tree]:
     """The leaves of ``value`` in order, and the structure. None is no leaf.
 
-    Args:
-        value: to take apart.
-        exact: whether containers are only what `unflatten` makes, and what JSON keeps: no subclasses, and strings or
-            integers as the keys of a dict. Others are leaves. Else any mapping, list and tuple is a container.
-
-    Raises:
-        P2PUsageError: more than 100 levels.
+    ``exact``: containers are only what `unflatten` makes, and what JSON keeps (no subclasses, and strings or integers
+    as the keys of a dict); others are leaves. Else any mapping, list and tuple is a container. Raises P2PUsageError for
+    more than 100 levels.
     """
     leaves: list[Any] = []
     return leaves, _flatten(value, exact, leaves, _DEEPEST)
@@ -118,8 +95,7 @@ def places(tree: Tree, path: str = "") -> Iterator[tuple[str, int | None]]:
 def select(tree: Tree, value: Any, mismatch: Callable[[str, Tree, Any], Exception], path: str = "") -> list[Any]:
     """The parts of ``value`` at the leaves of a structure, in order; a list and a tuple are alike.
 
-    Raises:
-        Exception: ``mismatch`` of the place, the structure there, and what ``value`` has in its stead.
+    Raises ``mismatch`` of the place, the structure there, and what ``value`` has in its stead.
     """
     if isinstance(tree, int):
         return [value]

@@ -28,28 +28,17 @@ class GroupAbortedError(RuntimeError):
 
 @define(eq=False)
 class Abort:
-    """The abort of one group.
+    """The abort of one group."""
 
-    Attributes:
-        cause: why; the first failure is its first line.
-        ended: set when the abort has returned.
-        kept: tensors and works that the device may use until then.
-    """
-
-    cause: str
-    ended: threading.Event = field(factory=threading.Event)
-    kept: list[Any] = field(factory=list)
+    cause: str  # why; the first failure is its first line
+    ended: threading.Event = field(factory=threading.Event)  # set when the abort has returned
+    kept: list[Any] = field(factory=list)  # tensors and works that the device may use until then
 
     def keep(self, *held: Any) -> None:
         """Hold objects until the abort has returned."""
         self.kept.extend(held)
         if self.ended.is_set():
             self.kept.clear()
-
-    def end(self) -> None:
-        """The abort has returned."""
-        self.ended.set()
-        self.kept.clear()
 
 
 @define(eq=False)
@@ -70,13 +59,8 @@ class DeviceAborts:
         return None if group is None else self._begun.get(group)
 
     def require_not_aborted(self, group: Any) -> None:
-        """Raise where the works of ``group`` were aborted: the backend calls them done, without their data.
-
-        Raises:
-            GroupAbortedError: they were.
-        """
-        abort = self.of(group)
-        if abort is not None:
+        """Raise GroupAbortedError where works of ``group`` were aborted: the backend calls them done, without data."""
+        if (abort := self.of(group)) is not None:
             raise GroupAbortedError(f"its group was aborted on this rank: {abort.cause}")
 
     def start(self, calls: Mapping[Any, Callable[[], None]], cause: str) -> list[Abort]:
@@ -97,7 +81,8 @@ class DeviceAborts:
         finally:
             with self._lock:
                 self._draining -= 1
-            abort.end()
+            abort.ended.set()
+            abort.kept.clear()
 
 
 device_aborts = DeviceAborts()

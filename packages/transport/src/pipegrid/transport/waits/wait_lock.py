@@ -25,25 +25,16 @@ class BackgroundThread(threading.Thread):
 class WaitLock:
     """The lock of the thread that waits for a lane, and those that follow it.
 
-    Args:
-        name: of the lane's own thread.
-        step: waits for one thing, on behalf of a transfer or (None) of the lane's own thread.
-        has_work: whether the lane's own thread has something to wait for, up to a sequence number.
-
-    Attributes:
-        states: guards the states of the lane's transfers.
-        leader: held by the thread that waits in the backend; its holder calls `wake` after releasing it, if
-        ``contended``.
-        contended: whether a thread may be waiting for the lead.
+    ``step`` waits for one thing, on behalf of a transfer or (None) of the lane's own thread, called ``name``, for which
+    there is something up to a sequence number where ``has_work``.
     """
 
     def __init__(self, name: str, step: Callable[[Transfer | None], None], has_work: Callable[[int], bool]) -> None:
-        self.states = threading.Lock()
+        self.states = threading.Lock()  # guards the states of the lane's transfers
+        # Held by the thread that waits in the backend; its holder calls `wake` after releasing it, if ``contended``.
         self.leader = threading.Lock()
-        self.contended = False
-        self._name = name
-        self._step = step
-        self._has_work = has_work
+        self.contended = False  # whether a thread may be waiting for the lead
+        self._name, self._step, self._has_work = name, step, has_work
         self._changed = threading.Condition(self.states)  # followers
         self._called = threading.Condition(self.states)  # the lane's own thread
         self._followers = 0
@@ -54,10 +45,7 @@ class WaitLock:
     def until(self, transfer: Transfer, *, posted: bool, left: Callable[[Transfer], float]) -> None:
         """Return when ``transfer`` has ended, or (with ``posted``) when the backend has it.
 
-        Args:
-            transfer: of this lane.
-            posted: do not wait for the end.
-            left: seconds left to follow another thread; ends the lane where there are none.
+        ``left``: seconds left to follow another thread; ends the lane where there are none.
         """
         while _is_open(transfer, posted=posted):
             if self.leader.acquire(blocking=False):
@@ -67,7 +55,10 @@ class WaitLock:
                 finally:
                     self._release()
             else:
-                self._follow(transfer, left(transfer), posted=posted)
+                seconds = left(transfer)
+                with self._following():
+                    if self.leader.locked() and _is_open(transfer, posted=posted):
+                        self._changed.wait(seconds)
 
     @contextmanager
     def lead(self) -> Iterator[None]:
@@ -99,22 +90,13 @@ class WaitLock:
                 self._followers -= 1
                 self.contended = self._followers > 0 or self._watched >= 0
 
-    def _follow(self, transfer: Transfer, seconds: float, *, posted: bool) -> None:
-        with self._following():
-            if self.leader.locked() and _is_open(transfer, posted=posted):
-                self._changed.wait(seconds)
-
     def wake(self) -> None:
         """Wake the followers: the leader has left."""
         with self.states:
-            self._wake()
+            self.notify()
 
     def notify(self) -> None:
         """Wake the followers: a transfer has ended. Under the lock."""
-        if self.contended:
-            self._wake()
-
-    def _wake(self) -> None:
         if self._followers:
             self._changed.notify_all()
         if self._watched >= 0:

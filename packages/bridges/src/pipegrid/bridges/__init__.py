@@ -11,9 +11,7 @@ from typing import TYPE_CHECKING
 
 from pipegrid.bridges.bridge import Axes, Packed, Whole
 from pipegrid.reshard.errors import BridgeError, ShapeError as ShapeError
-from pipegrid.bridges.errors import (
-    MissingTensorError as MissingTensorError,
-)
+from pipegrid.bridges.errors import MissingTensorError as MissingTensorError
 from pipegrid.core.graph import ModuleGraph, ModuleGraphError as ModuleGraphError
 from pipegrid.bridges.multimodule import (
     EdgeOptions,

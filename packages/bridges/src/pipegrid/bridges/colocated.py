@@ -205,10 +205,7 @@ class ColocatedBridgeCommunicator:
 
     @staticmethod
     def _build_gather_groups(
-        iter_size: int,
-        sibling_tp_size: int,
-        scale: int,
-        rank_to_pos: dict[int, tuple[int, int]],
+        iter_size: int, sibling_tp_size: int, scale: int, rank_to_pos: dict[int, tuple[int, int]]
     ) -> list[list[int]]:
         """The gather groups: ``scale`` ranks per slot of the side with fewer replicas and tp shard of the other.
 
@@ -437,11 +434,7 @@ def _moved(
 
 
 def _all_gather_along_batch_dim(
-    tensor: torch.Tensor,
-    group: dist.ProcessGroup,
-    batch_dim: int,
-    *,
-    waits: CollectiveWaits | None = None,
+    tensor: torch.Tensor, group: dist.ProcessGroup, batch_dim: int, *, waits: CollectiveWaits | None = None
 ) -> torch.Tensor:
     """All ranks' tensors, concatenated along ``batch_dim`` in group order; no copy beside the gather on axis 0.
 

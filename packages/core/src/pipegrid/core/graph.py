@@ -40,9 +40,7 @@ def _as_modules(value: Mapping[str, int] | Sequence[tuple[str, int]]) -> tuple[t
     )
 
 
-def _as_edges(
-    value: Mapping[str, Sequence[str]] | Sequence[tuple[str, str]],
-) -> tuple[tuple[str, str], ...]:
+def _as_edges(value: Mapping[str, Sequence[str]] | Sequence[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
     if not isinstance(value, Mapping):
         return tuple((src, dst) for src, dst in value)
     feeds = {
@@ -51,11 +49,11 @@ def _as_edges(
     return tuple((src, dst) for src, dsts in feeds.items() for dst in dsts)
 
 
+_Skip = Annotated[Edge, instance(Edge, "an Edge(source, destination)")]
+
+
 def _as_skips(value: Sequence[Edge]) -> tuple[Edge, ...]:
     return tuple(sorted(checked(value, tuple[_Skip, ...], "skips", ModuleGraphError)))
-
-
-_Skip = Annotated[Edge, instance(Edge, "an Edge(source, destination)")]
 
 
 @frozen(slots=False)
@@ -130,11 +128,7 @@ class ModuleGraph:
         return tuple(order)
 
     def depth(self, module: str) -> int:
-        """Stages of ``module``.
-
-        Raises:
-            ModuleGraphError: there is no such module.
-        """
+        """Stages of ``module``; `ModuleGraphError` where there is no such module."""
         if module not in self._depths:
             raise ModuleGraphError(
                 f"there is no module {shown(module)}{nearest(module, self._depths)}; the graph has {list(self._depths)}"
@@ -184,7 +178,7 @@ class ModuleGraph:
         """All edges between stages, inside modules and across them, ascending."""
         inside = [edge for name, _ in self.modules for edge in self.edges_inside(name)]
         across = [Edge(self.stage(src, -1), self.stage(dst, 0)) for src, dst in self.edges]
-        return tuple(sorted(inside + across, key=lambda edge: (edge.source, edge.destination)))
+        return tuple(sorted(inside + across))
 
     @property
     def sources(self) -> tuple[str, ...]:

@@ -24,11 +24,9 @@ def _label(value: Any) -> str:
 
 @frozen(order=True, field_transformer=checked_fields(P2PUsageError))
 class LaneSpec:
-    """Traffic from one rank to another.
+    """Traffic from the global rank ``source`` to ``destination``.
 
     Attributes:
-        source: the global rank that sends.
-        destination: the global rank that receives.
         label: tells apart lanes of the same ranks; part of the names of groups and threads and of every error.
 
     Examples:
@@ -169,9 +167,8 @@ def _as_communicators(value: Iterable[Iterable[PositionLane]]) -> tuple[tuple[Po
 class LaneSharing:
     """The communicators of a plan's lanes: what ``fewest_communicators`` finds. Equal on all ranks of a pipeline.
 
-    Attributes:
-        communicators: of each its lanes, each lane once. It joins the positions at their ends; lanes without a common
-            end, directly or by others, are on two.
+    Each has its lanes, each lane once, and joins the positions at their ends; lanes without a common end, directly or
+    by others, are on two.
     """
 
     communicators: tuple[tuple[PositionLane, ...], ...] = field(converter=_as_communicators)
@@ -217,11 +214,6 @@ def communicators_of(
     """The lanes of each communicator, ascending.
 
     Where positions have several ranks, a communicator of the plan is one for each set of ranks that its lanes join.
-
-    Args:
-        specs: all lanes between two ranks; with a `LaneSharing`, also those of other ranks.
-        kind: the rule by which they share.
-        carried: the lane of the plan that each one carries, for a `LaneSharing`.
 
     Raises:
         P2PUsageError: a lane that carries none of the `LaneSharing`; or two of the same ranks that carry one lane of
@@ -363,10 +355,8 @@ def planned_lanes(
 ) -> tuple[Sequence[LaneSpec], Mapping[LaneSpec, PositionLane]]:
     """The lanes to open, and the lane of a plan that each carries. ``edges`` are those of a graph; None: of a chain.
 
-    Without ``traffic``, of all lanes those for which a plan has ``communicators``; all, where no plan is given.
-
-    Raises:
-        P2PUsageError: the plan has a lane that the pipeline does not have.
+    Without ``traffic``, of all lanes those for which a plan has ``communicators``; all, where no plan is given. Raises
+    `P2PUsageError` where the plan has a lane that the pipeline does not have.
     """
     every = None if edges is None else [(edge, direction) for edge in edges for direction in Direction]
     lanes = pipeline_lanes(ranks, placement=placement, traffic=every if traffic is None else traffic)

@@ -24,11 +24,7 @@ def lazy_names(package: str, public: list[str]) -> tuple[Callable[[str], Any], C
     """``__getattr__`` and ``__dir__`` of ``package``, for the names that its `TYPE_CHECKING` block imports.
 
     Where torch is not installed, the lazy names leave ``public`` (the package's ``__all__``), so
-    ``from package import *`` works there, too.
-
-    Args:
-        package: its name.
-        public: its ``__all__``; changed in place.
+    ``from package import *`` works there, too; it is changed in place.
     """
     modules = _imports_for_types(package)
     if importlib.util.find_spec("torch") is None:

@@ -38,15 +38,11 @@ def ways_of_value(
 ) -> tuple[Edge, ...]:
     """The edges by which a value comes to the stages that use it, ascending.
 
-    One leads to each position that has not got it. With ``hosts`` it comes from the first stage on the same host that
-    has it: as many bytes travel, and fewest of them between hosts, where links are slower and shared. So a value goes
-    to each host once, and is forwarded there; on the host of its source, and without ``hosts``, it goes directly. The
-    others stay on their position.
-
-    Args:
-        uses: of the value.
-        placement: the position of each stage, or its positions.
-        hosts: of each stage, what its position shares with those near it; None: all are alike, and values go directly.
+    One leads to each position that has not got it. With ``hosts``, what the position of each stage shares with those
+    near it, it comes from the first stage on the same host that has it: as many bytes travel, and fewest of them
+    between hosts, where links are slower and shared. So a value goes to each host once, and is forwarded there; on the
+    host of its source, and without ``hosts``, it goes directly. The others stay on their position: ``placement`` has
+    that of each stage, or its positions.
 
     Examples:
         >>> [str(edge) for edge in ways_of_value(Uses(0, (2, 3, 4, 5)), placement=(0, 1, 0, 1, 0, 1))]

@@ -28,15 +28,7 @@ from pipegrid.reshard.side import (
     boundary_side,
     replica_side,
 )
-from pipegrid.reshard.sizes import (
-    SPLIT_SIZES,
-    AxisNames,
-    Sizes,
-    as_axes,
-    as_axis_of,
-    axis_names,
-    marked_samples,
-)
+from pipegrid.reshard.sizes import SPLIT_SIZES, AxisNames, Sizes, as_axes, as_axis_of, axis_names, marked_samples
 
 __all__ = [
     "AUTO_LEADER_BYTES",

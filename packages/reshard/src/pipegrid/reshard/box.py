@@ -78,8 +78,7 @@ def merge(spans: Sequence[tuple[Point, Point]]) -> tuple[tuple[Point, Point], ..
 
 
 def overlaps(
-    source: Sequence[Sequence[tuple[Point, Point]]],
-    destination: Sequence[Sequence[tuple[Point, Point]]],
+    source: Sequence[Sequence[tuple[Point, Point]]], destination: Sequence[Sequence[tuple[Point, Point]]]
 ) -> dict[tuple[int, int], list[tuple[Point, Point, Point]]]:
     """The overlaps of the shards of two cuts of one axis.
 

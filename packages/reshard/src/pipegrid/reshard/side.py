@@ -95,11 +95,7 @@ class Partial(Placement):
 
 Sharded, Replicated = Shard, Replicate  # both pairs of names are used for placements
 
-DEFAULT_PLACEMENTS: Mapping[str, Placement] = {
-    "dp": Shard(BATCH),
-    "cp": Shard("s"),
-    "tp": Replicate(),
-}
+DEFAULT_PLACEMENTS: Mapping[str, Placement] = {"dp": Shard(BATCH), "cp": Shard("s"), "tp": Replicate()}
 
 
 @runtime_checkable

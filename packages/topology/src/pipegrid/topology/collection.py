@@ -84,11 +84,7 @@ class ProcessGroupCollection:
 
     @classmethod
     def from_grid(
-        cls,
-        grid: HyperCommGrid,
-        *names: str,
-        expert_view: str | None = None,
-        **others: ProcessGroup | None,
+        cls, grid: HyperCommGrid, *names: str, expert_view: str | None = None, **others: ProcessGroup | None
     ) -> Self:
         """The collection of ``grid``'s groups.
 
@@ -171,10 +167,7 @@ class MultiModuleProcessGroupCollection:
 
     @classmethod
     def from_grids(
-        cls,
-        grids: Mapping[str, HyperCommGrid],
-        *names: str,
-        expert_views: Mapping[str, str] | None = None,
+        cls, grids: Mapping[str, HyperCommGrid], *names: str, expert_views: Mapping[str, str] | None = None
     ) -> Self:
         """The collections of those grids that this rank is in.
 

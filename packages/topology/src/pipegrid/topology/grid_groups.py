@@ -96,9 +96,7 @@ class GridGroups:
         destroy_groups([shared.group for shared in held if shared.release()])
 
 
-def create_held(
-    wanted: Mapping[tuple[GridGroups, GroupRequest], tuple[GroupSpec | None, GroupOptions]],
-) -> None:
+def create_held(wanted: Mapping[tuple[GridGroups, GroupRequest], tuple[GroupSpec | None, GroupOptions]]) -> None:
     """Create and hold the wanted groups of several grids, in one order; None is a rank outside the grid."""
     specs = {key: (spec, options) for key, (spec, options) in wanted.items() if spec is not None}
     found = {(groups, request): groups.find(*specs[groups, request]) for groups, request in specs}

@@ -176,9 +176,7 @@ def create_groups(
     return {spec: made[spec, options.text] for spec in ordered if (spec, options.text) in made}
 
 
-def create_each(
-    wanted: Iterable[tuple[GroupSpec, GroupOptions]],
-) -> dict[tuple[GroupSpec, str], ProcessGroup]:
+def create_each(wanted: Iterable[tuple[GroupSpec, GroupOptions]]) -> dict[tuple[GroupSpec, str], ProcessGroup]:
     """Create this rank's groups of ``wanted``, each with options of its own; keyed by spec and options' text.
 
     The order is `creation_order` with ties broken by the options, so it is total here as well.

@@ -139,11 +139,7 @@ class HyperCommGrid:
         return self._factorization(view).group_of(resolve_rank(rank), dims)
 
     def register_view(
-        self,
-        name: str,
-        shape: Sequence[int],
-        dim_names: Sequence[str],
-        shared_dims: Sequence[str] | None = None,
+        self, name: str, shape: Sequence[int], dim_names: Sequence[str], shared_dims: Sequence[str] | None = None
     ) -> None:
         """Add a second factorization of the same ranks, for example expert dims.
 

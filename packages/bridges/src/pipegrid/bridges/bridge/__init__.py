@@ -5,14 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pipegrid.bridges.bridge.options import EdgeOptions
-from pipegrid.bridges.bridge.structure import (
-    Axes,
-    Declared,
-    Folded,
-    Packed,
-    Whole,
-    require_parts,
-)
+from pipegrid.bridges.bridge.structure import Axes, Declared, Folded, Packed, Whole, require_parts
 from pipegrid.bridges.bridge.wiring import BridgeWiring, Traffic, boundary_sides, checked_traffic, directions_of
 from pipegrid.core.lazy import lazy_names
 

@@ -26,9 +26,7 @@ from pipegrid.bridges.collectives import abort_groups, own_groups
 from pipegrid.core.edge import Direction
 from pipegrid.core.fields import checked
 from pipegrid.core.lanes import LaneSharing
-from pipegrid.reshard import (
-    GridLike,
-)
+from pipegrid.reshard import GridLike
 from pipegrid.reshard.errors import BridgeError
 from pipegrid.topology import discard_groups
 from pipegrid.transport.config import P2PConfig, ShapeMode, as_config
@@ -123,9 +121,7 @@ class BridgeCommunicator(BridgeEnds):
             (src_grid, dest_grid),
             (src_module_name, dest_module_name),
             evolve(
-                options,
-                dim_mapping=options.dim_mapping or dim_mapping,
-                comm_dtype=options.comm_dtype or comm_dtype,
+                options, dim_mapping=options.dim_mapping or dim_mapping, comm_dtype=options.comm_dtype or comm_dtype
             ),
             tensor_ndim=options.tensor_ndim or tensor_ndim,
             label=label,

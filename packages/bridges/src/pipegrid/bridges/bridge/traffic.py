@@ -76,11 +76,7 @@ class EdgeTraffic:
             copies = wiring.copies(direction)
             alone = len(copies) < 2
             self.queues[direction] = ReceiveQueue(
-                device,
-                self.waits,
-                copies=() if alone else copies,
-                unasked=not alone and holds_host,
-                stream=stream,
+                device, self.waits, copies=() if alone else copies, unasked=not alone and holds_host, stream=stream
             )
         self.lanes: Lanes | None = None
         self._together: Callable[[], AbstractContextManager[None]] = nullcontext

@@ -13,13 +13,7 @@ from pipegrid.bridges.multimodule.edges import Ends, ModuleEdges, ModuleEnds, ch
 from pipegrid.core.edge import Direction, Edge
 from pipegrid.core.fields import Name, checked
 from pipegrid.core.graph import ModuleGraph, ModuleGraphError
-from pipegrid.reshard import (
-    GridLike,
-    Placement,
-    as_axis_of,
-    as_grid,
-    axis_names,
-)
+from pipegrid.reshard import GridLike, Placement, as_axis_of, as_grid, axis_names
 from pipegrid.reshard.errors import BridgeError
 from pipegrid.reshard.positions import Positions, check_places, collective_edges, positions_of
 

@@ -69,12 +69,7 @@ def place(
     }
 
 
-def _starts(
-    modules: Mapping[str, int],
-    *,
-    together: list[Sequence[str]],
-    offsets: dict[str, int],
-) -> dict[str, int]:
+def _starts(modules: Mapping[str, int], *, together: list[Sequence[str]], offsets: dict[str, int]) -> dict[str, int]:
     if any(isinstance(names, str) for names in together):
         raise PlacementError(f"together is {together}; it must be a list of sets of modules: [('a', 'b')]")
     company = {name: names for names in together for name in names}

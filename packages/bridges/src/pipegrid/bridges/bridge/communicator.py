@@ -157,11 +157,7 @@ class BridgeCommunicator(BridgeEnds):
             undo.pop_all()
 
     def attach(self, lanes: Lanes) -> None:
-        """Use lanes that are open already, this rank's of ``lane_specs`` among them.
-
-        Raises:
-            BridgeError: no lanes, or one of this rank's is not among them.
-        """
+        """Use lanes that are open already; `BridgeError` unless this rank's of ``lane_specs`` are among them."""
         self._traffic.attach(lanes)
 
     @property
@@ -188,8 +184,6 @@ class BridgeCommunicator(BridgeEnds):
         if direction is _FORWARD:
             return exchange.isend_forward if sends else exchange.irecv_forward
         return exchange.isend_backward if sends else exchange.irecv_backward
-
-    # -- the asynchronous verbs -------------------------------------------------------------------------
 
     def isend_forward(self, tensor: Any, *, samples: Sequence[int] | None = None) -> Handle | None:
         """Start sending this rank's part of an activation.
@@ -234,21 +228,13 @@ class BridgeCommunicator(BridgeEnds):
         return self.exchange.isend_backward(grad)
 
     def irecv_backward(self, shape: Sequence[int] | None = None) -> ReceiveHandle | None:
-        """Start receiving the gradient of the oldest activation that has none yet.
-
-        Raises:
-            BridgeError: this rank is not in the source grid, the edge has no backward, or no activation was sent.
-        """
+        """Start receiving the gradient of the oldest activation that has none yet; errors as of `isend_backward`."""
         if not self.takes_part(_BACKWARD, sends=False):
             return None
         return self.exchange.irecv_backward(shape)
 
     def check(self) -> None:
-        """Raise if a completion that was waited for on a device has failed since: a wait there only orders streams.
-
-        Raises:
-            CollectiveFailedError: it has.
-        """
+        """Raise `CollectiveFailedError` if a completion waited for on a device has failed: waits only order streams."""
         self._traffic.waits.check()
 
     def abort(self, reason: str) -> None:
@@ -275,8 +261,6 @@ class BridgeCommunicator(BridgeEnds):
         renew_lanes(self.lanes.values())
         self.exchange.forget()
 
-    # -- the blocking verbs -----------------------------------------------------------------------------
-
     def send_forward(self, tensor: Any, *, samples: Sequence[int] | None = None) -> None:
         """Send an activation from the source side, and wait for the send."""
         _waited(self.isend_forward(tensor, samples=samples))
@@ -296,8 +280,7 @@ class BridgeCommunicator(BridgeEnds):
     def send_forward_recv_backward(self, tensor: Any, *, samples: Sequence[int] | None = None) -> Any:
         """Send an activation and receive a gradient, which may be of an earlier one; both are posted before any wait.
 
-        Raises:
-            BridgeError: the edge has no backward; nothing is sent then.
+        `BridgeError` where the edge has no backward; nothing is sent then.
         """
         if self.is_source and not self.carries_gradients:
             raise self._no_backward("send_forward_recv_backward")

@@ -30,8 +30,7 @@ class EdgeCommunicator(LaneCommunicator, ABC):
 
     Attributes:
         edge_exchanges: the exchanges of this rank.
-        _sends: the functions that start a send, by edge and direction.
-        _receives: the functions that start a receive, likewise.
+        _sends, _receives: the functions that start a send, or a receive, by edge and direction.
         _inside: the lanes of edges between ranks of one module.
         _neighbours: the ranks at the other ends of each edge.
     """
@@ -46,9 +45,7 @@ class EdgeCommunicator(LaneCommunicator, ABC):
     def isend(self, payload: Any, *, edge: Edge, direction: Direction) -> Handle:
         """Start sending what this rank has along ``edge`` (forward) or against it (backward).
 
-        Raises:
-            BridgeError: this rank sends nothing there.
-            ShapeError: the edge does not carry this payload.
+        `BridgeError`: this rank sends nothing there; `ShapeError`: the edge does not carry this payload.
         """
         send = self._sends.get((edge, direction))
         if send is None:
@@ -58,8 +55,7 @@ class EdgeCommunicator(LaneCommunicator, ABC):
     def irecv(self, *, edge: Edge, direction: Direction, shapes: Any = None) -> ReceiveHandle:
         """Start receiving the next message along ``edge`` in that direction, of that one shape if ``shapes`` is given.
 
-        Raises:
-            BridgeError: this rank receives nothing there.
+        `BridgeError`: this rank receives nothing there.
         """
         receive = self._receives.get((edge, direction))
         if receive is None:
@@ -101,8 +97,7 @@ class EdgeCommunicator(LaneCommunicator, ABC):
     def renew_shapes(self) -> None:
         """Let the next message of every edge agree on shapes anew; all ranks call it between two steps.
 
-        Raises:
-            P2PUsageError: shapes vary anyway, or receives are under way; nothing was renewed then.
+        `P2PUsageError`: shapes vary anyway, or receives are under way; nothing was renewed then.
         """
         renew_lanes(self.lanes.values())
         for exchange in self.edge_exchanges:

@@ -19,13 +19,11 @@ _FORWARD, _BACKWARD = Direction.FORWARD, Direction.BACKWARD
 
 
 class BridgeEnds:
-    """The ends of a `BridgeCommunicator`; its arguments are that one's.
+    """The ends of a `BridgeCommunicator`, source first; its arguments are that one's.
 
     Attributes:
-        src_grid: grid of the module that makes the tensor.
-        dest_grid: grid of the module that consumes it.
-        src: the side of the source's last stage.
-        dst: the side of the destination's first stage.
+        src_grid, dest_grid: grids of the modules that make and consume the tensor.
+        src, dst: the sides of the source's last stage and the destination's first.
         axes: names of the tensor's axes.
         options: of the edge.
         rank: this rank.
@@ -120,19 +118,13 @@ class BridgeEnds:
 
 
 def _of_replica(shape: Sequence[int | None] | None, axes: AxisNames, replicas: int) -> tuple[int | None, ...] | None:
-    """The declared extents of the tensor of all ``replicas`` as those of one.
-
-    Raises:
-        BridgeError: the batch has no equal parts.
-    """
+    """The declared extents of the tensor of all ``replicas`` as those of one; `BridgeError` without equal parts."""
     if shape is None:
         return None
     found = list(shape)
     for axis, (names, extent) in enumerate(zip(axes, shape, strict=True)):
         if BATCH in names and extent is not None:
             if extent % replicas:
-                raise BridgeError(
-                    f"shape is {tuple(shape)}; its batch, {extent}, is to be shared by {replicas} replicas"
-                )
+                raise BridgeError(f"shape is {shape}; its batch, {extent}, is to be shared by {replicas} replicas")
             found[axis] = extent // replicas
     return tuple(found)

@@ -19,7 +19,7 @@ from attrs import define, field, frozen
 from pipegrid.bridges.bridge.leaves import LeafTransfer, Leaves, Microbatch, peers_of, tensor_of
 from pipegrid.bridges.bridge.plans import LeafNote, decode, encode
 from pipegrid.bridges.bridge.receive import BridgeReceive, BridgeSend, Filled, PostedReceives, with_gradient
-from pipegrid.bridges.bridge.traffic import EdgeTraffic, LeafShare
+from pipegrid.bridges.bridge.traffic import EdgeTraffic
 from pipegrid.bridges.steps import Completing
 from pipegrid.core.edge import Direction
 from pipegrid.reshard import SPLIT_SIZES, RankPart
@@ -36,11 +36,9 @@ class PendingGradients(Generic[Sent]):
     """Activations that were sent, or received, and whose gradients are still due.
 
     Attributes:
-        call: the call that answers them, for errors: edge, verb and rank.
+        call: the edge, verb and rank that answer them, for errors.
         what: the name of the pending object, for errors, such as ``"activation that was sent"``.
-        variable: whether activations differ. Where they do not, a gradient belongs to any of them, and there is
-            nothing to count.
-        first: the activation that represents all where they do not differ; None before the first.
+        variable: whether activations differ. Where they do not, a gradient belongs to any of them: to ``first``.
     """
 
     call: str
@@ -58,11 +56,7 @@ class PendingGradients(Generic[Sent]):
 
     @property
     def oldest(self) -> Sent:
-        """The activation that the next gradient belongs to.
-
-        Raises:
-            BridgeError: no gradient is due.
-        """
+        """The activation that the next gradient belongs to; `BridgeError` where no gradient is due."""
         found = self._waiting[0] if self._waiting else self.first
         if found is None:
             raise BridgeError(f"{self.call}: no {self.what} waits for its gradient")
@@ -95,8 +89,7 @@ class _Steady:
     """The values that later messages reuse, on an edge of one tensor of fixed shape, in one direction.
 
     Attributes:
-        shape: of the tensor.
-        dtype: of the tensor.
+        shape, dtype: of the tensor.
         view: the shape with which it travels; None is its own.
         part: this rank's in the plan.
         wire_dtype: of the message.
@@ -157,8 +150,6 @@ class Exchange:
             f"{self.name}: send_backward on rank {self.rank}", f"{what} that was received", self.variable
         )
 
-    # -- activations: send ---------------------------------------------------------------------------------------
-
     def isend_forward(self, payload: Any, *, samples: Sequence[int] | None = None) -> Handle:
         """Start sending this rank's part of an activation; ``samples``: rows of each sample of a packed one."""
         steady = self._steady
@@ -190,8 +181,6 @@ class Exchange:
             self._steady = _Steady.of(payload, leaves[0], _FORWARD, every=not self._skips_empty)
         self._sent.add(leaves, has_gradient=self._tied and torch.is_grad_enabled())
         return sending
-
-    # -- activations: receive ------------------------------------------------------------------------------------
 
     def irecv_forward(self, shape: Sequence[int] | None = None) -> ReceiveHandle:
         """Start receiving the next activation, of ``shape`` if given."""
@@ -251,8 +240,6 @@ class Exchange:
         task = f"rank {leader} did not pass on the source's sizes"
         return dict(json.loads(traffic.waits.gather_text(own, copies, group, task=task)[leader]))
 
-    # -- gradients -----------------------------------------------------------------------------------------------
-
     def isend_backward(self, gradients: Any) -> Handle:
         """Start sending the gradient of the oldest activation that has none yet."""
         steady = self._steady_gradient
@@ -288,8 +275,6 @@ class Exchange:
         self._sent.answer()
         return receive
 
-    # -- both directions -----------------------------------------------------------------------------------------
-
     def _send(
         self,
         leaves: Microbatch,
@@ -314,7 +299,7 @@ class Exchange:
                 return _one(
                     self.traffic.send(part, view, direction, dtype=one.plans.wire_dtype, peers=peers, note=note)
                 )
-            shares.append(LeafShare(part, view, one.plans.wire_dtype, wired.receivers(direction)))
+            shares.append((part, view, one.plans.wire_dtype, wired.receivers(direction)))
         return BridgeSend(self.traffic.send_shares(shares, direction, peers=peers, note=note))
 
     def _receive_whole(

@@ -29,10 +29,8 @@ class LeafTransfer:
     """One leaf of one microbatch: how its tensor travels, or the value that needs no message.
 
     Attributes:
-        plans: the plans of the tensor; None for a number, and where this rank has no part in it.
-        shape: of this rank's tensor, as the stage has it; None for a number.
-        value: the number.
-        dtype: of the tensor.
+        plans: of the tensor; None for a number, and where this rank has no part in it.
+        shape: of this rank's tensor, as the stage has it; None for a number, which is ``value``.
         gradient: whether a gradient returns.
     """
 
@@ -63,16 +61,9 @@ def peers_of(leaves: Microbatch, direction: Direction, *, sends: bool) -> Iterab
 
 @frozen
 class Leaves:
-    """The leaves of an edge as one rank knows them before any message: their structure, and the plans of each.
+    """The leaves of the edge ``name`` as one rank knows them before any message: their structure, the plans of each.
 
-    Attributes:
-        name: of the edge, for errors.
-        rank: this rank.
-        device: of the tensors.
-        structure: of the edge: one tensor, or a payload.
-        plans: the plans of each leaf.
-        backward: whether gradients return.
-        comm_dtype: of floating-point tensors on the wire; None is their own.
+    ``comm_dtype`` is that of floating-point tensors on the wire; None is their own.
     """
 
     name: str
@@ -247,7 +238,7 @@ def leaves_of(
 
     Without a payload there is one, the ``tensor``; None is a tensor with the axes of the wiring.
     """
-    structure = options.structure or Structure.of_tensor(tensor or Axes(*wiring.axes))
+    structure = options.structure or Structure(tensor or Axes(*wiring.axes), is_tensor=True)
     plans = [
         ShapePlans(
             name if structure.is_tensor else f"{name}, payload{leaf.path}",

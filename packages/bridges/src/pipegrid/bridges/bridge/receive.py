@@ -38,13 +38,7 @@ PostedReceives: TypeAlias = Mapping[int, ReceiveHandle]
 
 @frozen
 class Filled:
-    """A microbatch whose messages are in their places.
-
-    Attributes:
-        tensors: with the messages.
-        completing: the completions that fill the rest of them.
-        build: makes the result of the receive, once the completions have ended.
-    """
+    """A microbatch: ``tensors`` with its messages, completions of the rest, and what then builds the result."""
 
     tensors: Sequence[torch.Tensor]
     completing: Sequence[Completing]
@@ -64,11 +58,7 @@ def _no_limit() -> float | None:
 
 
 class BridgeSend:
-    """A send over several lanes. `wait` may be called any number of times.
-
-    Attributes:
-        handles: one per lane.
-    """
+    """A send over several lanes, with a handle for each. `wait` may be called any number of times."""
 
     __slots__ = ("handles",)
 
@@ -106,7 +96,6 @@ class ReceiveQueue:
         copies: the ranks that complete each other; empty where there is nothing to complete.
         unasked: receives are filled without a wait.
         stream: of the filling, beside the stream that computes; None is the current one.
-        waiting: receives that are not filled.
     """
 
     device: torch.device
@@ -120,8 +109,7 @@ class ReceiveQueue:
     def fill_arrived(self, *, asked: bool) -> None:
         """Fill the receives whose messages have arrived, up to the first that lacks one.
 
-        Args:
-            asked: the caller waits for the first one, so filling it may block.
+        ``asked``: the caller waits for the first one, so filling it may block.
         """
         with self.lock:
             while self.waiting and self.waiting[0].has_arrived(asked=asked):
@@ -141,18 +129,6 @@ class ReceiveQueue:
             for later in self.waiting:
                 if not later.post():
                     break
-
-    def finish(self, completing: Sequence[Completing], seconds: float | None) -> None:
-        """Wait for completions and write their data.
-
-        Raises:
-            CollectiveFailedError: a copy died or did not join before the deadline, or the communicator was ended.
-        """
-        end = time.monotonic() + (self.waits.deadline if seconds is None else seconds)
-        for step in completing:
-            self.waits.wait(step.work, self.copies, step.group, end=end)
-            with torch.no_grad():
-                step.write()
 
 
 class WholeReceive:
@@ -200,25 +176,6 @@ class BridgeReceive:
         value: the result of `result`; before that, ``into``, without data.
     """
 
-    __slots__ = (
-        "_allocated",
-        "_alone",
-        "_blocks",
-        "_done",
-        "_error",
-        "_fill",
-        "_filled",
-        "_filled_on",
-        "_finishing",
-        "_handles",
-        "_is_filled",
-        "_marks",
-        "_missing",
-        "_post",
-        "_queue",
-        "value",
-    )
-
     def __init__(
         self,
         queue: ReceiveQueue,
@@ -264,8 +221,6 @@ class BridgeReceive:
         with self._queue.lock:
             self._missing -= 1
             self._queue.fill_arrived(asked=False)
-
-    # -- what callers see -----------------------------------------------------------------------------------
 
     def wait(self, timeout: float | None = None) -> None:
         """Return when the tensor is whole (on CUDA: when the current stream is ordered after it).
@@ -326,8 +281,6 @@ class BridgeReceive:
             self._ask_first(_no_limit)
         if self._error is not None:
             raise self._error
-
-    # -- filling --------------------------------------------------------------------------------------------
 
     def fill_posted(self) -> None:
         """Fill this receive and those before it on a device, as far as the backend has their messages."""
@@ -413,7 +366,12 @@ class BridgeReceive:
         assert filled is not None
         follow(self._marks, queue.device)
         if filled.completing:
-            queue.finish(filled.completing, left())
+            seconds = left()
+            end = time.monotonic() + (queue.waits.deadline if seconds is None else seconds)
+            for step in filled.completing:
+                queue.waits.wait(step.work, queue.copies, step.group, end=end)
+                with torch.no_grad():
+                    step.write()
             used_here([tensor for step in filled.completing for tensor in step.memory], self._filled_on)
         used_here(filled.tensors, self._filled_on)
         self.value = filled.build()

@@ -91,7 +91,6 @@ class Folded:
     It is what the boundaries of the variable-TP pipeline carry, and no part of a payload.
 
     Attributes:
-        edge: for errors.
         axis: the one that may be cut.
         parts: the name of each side, source first, and in how many parts its ranks hold the axis.
     """
@@ -163,12 +162,7 @@ def samples_of(value: Any) -> tuple[int, ...] | None:
 
 @frozen
 class Leaf:
-    """A leaf of a declaration.
-
-    Attributes:
-        path: to the leaf, as Python writes it: ``['deepstack'][0]``.
-        declared: its declaration.
-    """
+    """A leaf of a declaration; ``path`` leads to it, as Python writes it: ``['deepstack'][0]``."""
 
     path: str
     declared: Axes | Whole | Folded
@@ -229,15 +223,14 @@ class Structure:
 
     Attributes:
         leaves: in the order in which they travel.
-        is_tensor: whether it is one tensor, which is sent as it is; see `of_tensor`.
+        is_tensor: whether it is one tensor, which is sent as it is.
 
     Raises:
         BridgeError: a part of the declaration is of another kind, or it has no leaves.
     """
 
-    is_tensor = False
-
-    def __init__(self, declared: Declared) -> None:
+    def __init__(self, declared: Declared, *, is_tensor: bool = False) -> None:
+        self.is_tensor = is_tensor
         found, self._tree = flatten(declared, exact=False)
         paths = [path for path, leaf in places(self._tree) if leaf is not None]
         for path, leaf in zip(paths, found, strict=True):
@@ -248,13 +241,6 @@ class Structure:
         self.leaves = tuple(map(Leaf, paths, found))
         if not self.leaves:
             raise BridgeError(f"payload is {shown(declared)}, without a tensor; declare at least one Axes() or Whole()")
-
-    @classmethod
-    def of_tensor(cls, declared: Axes | Folded) -> Structure:
-        """The structure of an edge that carries one tensor."""
-        structure = cls(declared)
-        structure.is_tensor = True
-        return structure
 
     def __str__(self) -> str:
         return describe(self._tree, self.leaves)

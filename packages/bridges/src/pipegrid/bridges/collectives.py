@@ -56,12 +56,9 @@ def own_groups(
 
 @define(eq=False)
 class CollectiveWaits:
-    """Waits for the collectives of one communicator.
+    """Waits for the collectives of the communicator ``name``, whose tensors are on ``device``.
 
     Attributes:
-        name: of the communicator, for errors.
-        rank: this rank.
-        device: of the tensors.
         deadline: seconds that a wait may take.
         task: the error's text for a wait that fails, with {} for the other ranks.
         failure: an error beside the collectives that may be the cause; None while there is none.
@@ -130,11 +127,7 @@ class CollectiveWaits:
         )
 
     def check(self) -> None:
-        """Raise if a collective that was waited for on a device has ended with an error.
-
-        Raises:
-            CollectiveFailedError: it has.
-        """
+        """Raise `CollectiveFailedError` if a collective that was waited for on a device has ended with an error."""
         self.lost = self.lost or self.pending.failed()
         if self.lost is not None:
             ranks, error = self.lost

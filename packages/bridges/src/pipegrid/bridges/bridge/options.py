@@ -90,8 +90,7 @@ class EdgeOptions:
     def structure(self) -> Structure | None:
         """The structure of the payload; None on an edge of one tensor.
 
-        Raises:
-            BridgeError: the strategy or the shape is that of an edge of one tensor; or as `Structure`.
+        `BridgeError`: the strategy or the shape is that of an edge of one tensor; or as `Structure`.
         """
         if self.payload is None:
             return None

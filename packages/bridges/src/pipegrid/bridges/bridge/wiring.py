@@ -22,16 +22,9 @@ Traffic: TypeAlias = frozenset[tuple[Edge, Direction]]
 
 @frozen(slots=False)
 class BridgeWiring:
-    """The lanes and groups of ``rank`` on an edge from ``src`` to ``dst``.
+    """The lanes and groups of ``rank`` on an edge from ``src`` to ``dst``, of a tensor with these names of ``axes``.
 
-    Attributes:
-        label: of the edge; part of the names of its lanes and groups.
-        src: the side that makes the activation.
-        dst: the side that consumes it.
-        axes: names of the tensor's axes.
-        strategy: see `plan_reshard`.
-        directions: in which something travels.
-        rank: the rank that has the lanes and groups.
+    ``label`` is part of the names of its lanes and groups; ``directions`` are those in which something travels.
     """
 
     label: str
@@ -229,16 +222,11 @@ def directions_of(edge: Edge, *, backward: bool, traffic: Traffic | None) -> tup
 
 
 def checked_traffic(traffic: Iterable[tuple[Edge, Direction]] | None, edges: Iterable[Edge]) -> Traffic | None:
-    """The edges and directions that a plan uses, as a set.
-
-    Raises:
-        BridgeError: an edge that is not among ``edges``.
-    """
+    """The edges and directions that a plan uses, as a set; `BridgeError` where an edge is not among ``edges``."""
     if traffic is None:
         return None
     found, known = frozenset(traffic), sorted(edges)
-    unknown = sorted({edge for edge, _ in found} - set(known))
-    if unknown:
+    if unknown := sorted({edge for edge, _ in found} - set(known)):
         raise BridgeError(
             f"traffic has edges {', '.join(map(str, unknown))}; the stages are joined by {', '.join(map(str, known))}"
         )

@@ -120,8 +120,6 @@ class MultiModulePipelineCommunicator(ModulePipeline, EdgeCommunicator):
         self.rank_module_map = {name: self._rank_module(name) for name in self.places}
         self._open()
 
-    # -- construction -----------------------------------------------------------------------------------
-
     def _build_bridge_comms(self) -> None:
         """A bridge per edge, in the order of the graph, on the ranks of its two grids."""
         own = None if self._replica is None else (self._replica, self._replica)
@@ -152,7 +150,8 @@ class MultiModulePipelineCommunicator(ModulePipeline, EdgeCommunicator):
     def _chain(self, name: str) -> ModuleChain:
         grid, placement, first = self.module_to_grid_map[name], self.stage_placement[name], self.graph.stage(name, 0)
         inside, backward = self.graph.edges_inside(name), self._has_backward[name]
-        ways = {edge: self._edges.directions(edge, backward=backward) for edge in inside}
+        traffic = self._edges.traffic
+        ways = {edge: directions_of(edge, backward=backward, traffic=traffic) for edge in inside}
         return ModuleChain(name, grid, placement, self.rank, first=first, directions=ways)
 
     def _rank_module(self, name: str) -> RankModuleInfo:
@@ -232,8 +231,6 @@ class MultiModulePipelineCommunicator(ModulePipeline, EdgeCommunicator):
             replica=self._replica,
         )
 
-    # -- the asynchronous form --------------------------------------------------------------------------
-
     def _no_way(self, edge: Edge, direction: Direction, *, sends: bool) -> BridgeError:
         self._require_alive()
         if edge in self._inner:
@@ -266,8 +263,6 @@ class MultiModulePipelineCommunicator(ModulePipeline, EdgeCommunicator):
         super().close()
         for bridge in self.bridge_comms:
             bridge.destroy()
-
-    # -- the blocking verbs, over dicts by module -------------------------------------------------------------
 
     def recv_forward(self, tensor_shape: Any = None, is_first_stage: bool = False) -> Tensors:
         """The next activations of this rank's modules, by name; no entry for a module that nothing feeds here.

@@ -10,7 +10,7 @@ from attrs import frozen
 
 from pipegrid.bridges.bridge.structure import in_words
 from pipegrid.bridges.errors import MissingTensorError
-from pipegrid.bridges.multimodule.edges import ModuleEnds
+from pipegrid.bridges.multimodule.edges import EdgesThere
 from pipegrid.core.edge import Direction, Edge
 from pipegrid.reshard.errors import ShapeError
 from pipegrid.transport.control.lanes import Lanes
@@ -25,15 +25,14 @@ class DictExchange:
     """The sends and receives of all modules on ``rank``, for dicts by module.
 
     Attributes:
-        rank: this one.
-        ends: the edges of each of its modules, in the order of the graph.
+        ends: per module, in the order of the graph, the edges that feed its stage and those that it feeds, each with
+            the module at its other end.
         with_backward: the edges of the job along which gradients return.
-        isend: of the communicator, by edge and direction.
-        irecv: of the communicator.
+        isend, irecv: of the communicator, by edge and direction.
     """
 
     rank: int
-    ends: dict[str, ModuleEnds]
+    ends: dict[str, tuple[EdgesThere, EdgesThere]]
     with_backward: Collection[Edge]
     isend: Callable[..., Handle]
     irecv: Callable[..., ReceiveHandle]
@@ -41,8 +40,8 @@ class DictExchange:
     def receive_forward(self, shapes: Any) -> dict[str, list[ReceiveHandle]]:
         """Start receiving the inputs of this rank's modules, by source module."""
         found: dict[str, list[ReceiveHandle]] = {}
-        for name, ends in self.ends.items():
-            for edge, source in ends.incoming:
+        for name, (incoming, _) in self.ends.items():
+            for edge, source in incoming:
                 expected = _shape(shapes, source, inside=source == name)
                 found[source] = [self.irecv(edge=edge, direction=Direction.FORWARD, shapes=expected)]
         return found
@@ -50,8 +49,8 @@ class DictExchange:
     def receive_backward(self, shapes: Any) -> dict[str, list[ReceiveHandle]]:
         """Start receiving the gradients of the outputs of this rank's modules, one for each destination."""
         found: dict[str, list[ReceiveHandle]] = {}
-        for name, ends in reversed(self.ends.items()):
-            for edge, destination in ends.outgoing:
+        for name, (_, outgoing) in reversed(self.ends.items()):
+            for edge, destination in outgoing:
                 if edge in self.with_backward:
                     expected = _shape(shapes, name, inside=destination == name)
                     handle = self.irecv(edge=edge, direction=Direction.BACKWARD, shapes=expected)
@@ -60,16 +59,16 @@ class DictExchange:
 
     def send_forward(self, outputs: Tensors) -> list[Handle]:
         """Start sending every module's output to all modules that it feeds."""
-        self._check_entries(outputs, {name for name, ends in self.ends.items() if ends.outgoing}, set(self.ends))
+        self._check_entries(outputs, {name for name, (_, outgoing) in self.ends.items() if outgoing}, set(self.ends))
         return [
             self.isend(outputs[name], edge=edge, direction=Direction.FORWARD)
-            for name, ends in self.ends.items()
-            for edge, _ in ends.outgoing
+            for name, (_, outgoing) in self.ends.items()
+            for edge, _ in outgoing
         ]
 
     def send_backward(self, grads: Tensors) -> list[Handle]:
         """Start sending the gradients of received activations."""
-        incoming = [one for ends in self.ends.values() for one in ends.incoming]
+        incoming = [one for into, _ in self.ends.values() for one in into]
         needed = {source for edge, source in incoming if edge in self.with_backward}
         self._check_entries(grads, needed, {source for _, source in incoming})
         # The nearest module first: a farther one may wait for what the nearer one makes of its gradient.

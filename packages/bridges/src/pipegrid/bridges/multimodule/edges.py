@@ -7,8 +7,8 @@ from typing import Annotated
 
 from attrs import frozen
 
-from pipegrid.bridges.bridge import EdgeOptions, Traffic, boundary_sides, directions_of
-from pipegrid.core.edge import Direction, Edge
+from pipegrid.bridges.bridge import EdgeOptions, Traffic, boundary_sides
+from pipegrid.core.edge import Edge
 from pipegrid.core.fields import checked, instance
 from pipegrid.core.graph import ModuleGraph
 from pipegrid.reshard import REPLICAS, GridLike, Placement, Side, as_grid
@@ -17,6 +17,8 @@ from pipegrid.reshard.positions import alike, edge_between
 
 Ends = tuple[str, str]
 """The modules of an edge: source, destination."""
+EdgesThere = tuple[tuple[Edge, str], ...]
+"""Edges of a stage, each with the module at its other end."""
 
 _OPTIONS = Annotated[EdgeOptions, instance(EdgeOptions, "EdgeOptions(...)")]
 
@@ -50,19 +52,6 @@ def modules_with_backward(graph: ModuleGraph, options: Mapping[Ends, EdgeOptions
     }
 
 
-@frozen
-class ModuleEnds:
-    """The edges at one module's stage on a rank, each with the module at its other end.
-
-    Attributes:
-        incoming: those that feed the stage.
-        outgoing: those that it feeds.
-    """
-
-    incoming: tuple[tuple[Edge, str], ...]
-    outgoing: tuple[tuple[Edge, str], ...]
-
-
 @frozen(eq=False)
 class ModuleEdges:
     """The edges between the modules of a job, as `MultiModulePipelineCommunicator` is given them."""
@@ -93,10 +82,6 @@ class ModuleEdges:
     def stages(self, ends: Ends) -> tuple[int, int]:
         """The places of the source's last stage and the destination's first, in their pipelines."""
         return self.stage_placement[ends[0]][-1], self.stage_placement[ends[1]][0]
-
-    def directions(self, edge: Edge, *, backward: bool) -> tuple[Direction, ...]:
-        """The directions of an edge between stages that need lanes."""
-        return directions_of(edge, backward=backward, traffic=self.traffic)
 
     def boundary(self, ends: Ends) -> tuple[Side, Side]:
         """The source's and the destination's side of an edge."""

@@ -9,7 +9,7 @@ from typing import Any
 from attrs import evolve
 
 from pipegrid.bridges.bridge import EdgeOptions, checked_traffic
-from pipegrid.bridges.multimodule.edges import Ends, ModuleEdges, ModuleEnds, checked_options, modules_with_backward
+from pipegrid.bridges.multimodule.edges import EdgesThere, Ends, ModuleEdges, checked_options, modules_with_backward
 from pipegrid.core.edge import Direction, Edge
 from pipegrid.core.fields import Name, checked
 from pipegrid.core.graph import ModuleGraph, ModuleGraphError
@@ -47,45 +47,11 @@ def module_graph(
     return evolve(graph, skips=[Edge(graph.stage(name, a), graph.stage(name, b)) for name, a, b in ends])
 
 
-def total_pipeline_stages(
-    topology: Mapping[str, Sequence[str] | None],
-    grids: Mapping[str, GridLike],
-    *,
-    rank: int | None = None,
-    module_name: str | None = None,
-) -> int:
-    """Pipeline ranks on the longest path; with ``rank``, up to and including that rank's place.
-
-    A rank of several modules has its place in ``module_name``; by default the largest of its places counts.
-    """
-    if not grids:
-        raise ModuleGraphError("the topology has no terminal node: it has no modules")
-    graph = module_graph(topology, grids)
-    before: dict[str, int] = {}
-    for name in graph.order:
-        feeding = [src for src, dst in graph.edges if dst == name]
-        before[name] = max((before[src] + graph.depth(src) for src in feeding), default=0)
-    if rank is None:
-        return max(before[name] + graph.depth(name) for name in graph.sinks)
-    among = list(grids) if module_name is None else [module_name]
-    boxes = {name: as_grid(grids[name]) for name in among if name in grids}
-    holding = [name for name, box in boxes.items() if rank in box.ranks]
-    if not holding:
-        raise BridgeError(f"rank {rank} is in none of the modules {among}")
-    return max(before[name] + boxes[name].place(rank, "pp") + 1 for name in holding)
-
-
 class ModulePipeline:
     """The pipeline of a `MultiModulePipelineCommunicator`; its arguments are that one's. Nothing is sent here.
 
     Attributes:
-        module_to_grid_map: grid of each module.
-        topology: the modules that each module feeds.
         graph: of the stages of all modules.
-        stage_placement: per module, the place in its pipeline of each of its stages.
-        dim_mapping: axes of the modules' outputs.
-        module_output_ndim: axes of each module's output, where they are not 3.
-        rank: this rank.
         places: this rank's modules, in the order of the graph, with its place in the pipeline of each.
     """
 
@@ -161,8 +127,6 @@ class ModulePipeline:
             dest_placements=of_destination,
         )
 
-    # -- the job, the same on every rank --------------------------------------------------------------------
-
     @cached_property
     def positions(self) -> Positions:
         """The positions of the job, for the placement of a plan; the same on every rank."""
@@ -209,15 +173,27 @@ class ModulePipeline:
         Raises:
             ValueError: the topology has a cycle or no terminal node, or ``rank`` is not there.
         """
-        return total_pipeline_stages(topology, module_to_grid_map, rank=rank, module_name=module_name)
+        if not module_to_grid_map:
+            raise ModuleGraphError("the topology has no terminal node: it has no modules")
+        graph = module_graph(topology, module_to_grid_map)
+        before: dict[str, int] = {}
+        for name in graph.order:
+            feeding = [src for src, dst in graph.edges if dst == name]
+            before[name] = max((before[src] + graph.depth(src) for src in feeding), default=0)
+        if rank is None:
+            return max(before[name] + graph.depth(name) for name in graph.sinks)
+        among = list(module_to_grid_map) if module_name is None else [module_name]
+        boxes = {name: as_grid(module_to_grid_map[name]) for name in among if name in module_to_grid_map}
+        holding = [name for name, box in boxes.items() if rank in box.ranks]
+        if not holding:
+            raise BridgeError(f"rank {rank} is in none of the modules {among}")
+        return max(before[name] + boxes[name].place(rank, "pp") + 1 for name in holding)
 
     def _is_source_module(self, module_name: str) -> bool:
         return module_name in self.graph.sources
 
     def _is_sink_module(self, module_name: str) -> bool:
         return module_name in self.graph.sinks
-
-    # -- this rank's place ----------------------------------------------------------------------------------
 
     def is_current_rank_in_grid(self, grid: GridLike) -> bool:
         """Whether this rank is in ``grid``."""
@@ -264,16 +240,16 @@ class ModulePipeline:
         if module_name not in self.places:
             raise BridgeError(f"this rank is not in module {module_name!r}; it is in {list(self.places)}")
 
-    def _ends_here(self) -> dict[str, ModuleEnds]:
+    def _ends_here(self) -> dict[str, tuple[EdgesThere, EdgesThere]]:
         """The edges at this rank's stages, by module in the order of the graph."""
         inside = {edge: (name, name) for name in self.places for edge in self.graph.edges_inside(name)}
         modules, held = {**inside, **self._edges.by_stages()}, set(self.stages)
         into = [(edge, ends) for edge, ends in modules.items() if edge.destination in held]
         out = [(edge, ends) for edge, ends in modules.items() if edge.source in held]
         return {
-            name: ModuleEnds(
-                incoming=tuple((edge, src) for edge, (src, dst) in into if dst == name),
-                outgoing=tuple((edge, dst) for edge, (src, dst) in out if src == name),
+            name: (
+                tuple((edge, src) for edge, (src, dst) in into if dst == name),
+                tuple((edge, dst) for edge, (src, dst) in out if src == name),
             )
             for name in self.places
         }

@@ -87,11 +87,7 @@ class ModuleChain(NeighbourVerbs):
         return self._rank_of(edge.end(direction, sends=sends)) == self._rank
 
     def spec_across(self, edge: Edge, direction: Direction, replica: int, *, sends: bool) -> LaneSpec:
-        """The lane of an edge inside the module to, or from, ``replica``.
-
-        Raises:
-            BridgeError: this rank is not at that end of the edge.
-        """
+        """The lane of an edge inside the module to, or from, ``replica``; `BridgeError` on a rank that is not there."""
         if not self.holds(edge, direction, sends=sends):
             raise self.lacks(edge, direction)
         there = self._rank_of(edge.end(direction, sends=not sends))

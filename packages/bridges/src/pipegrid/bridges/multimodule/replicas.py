@@ -31,7 +31,7 @@ class ModuleReplicas(ReplicaTraffic):
     Attributes:
         inner: the edges inside this rank's modules, each with its chain.
         ends: the modules of each edge between modules.
-        make_bridge: a bridge, without lanes, between a replica of its source and one of its destination.
+        make_bridge: makes a bridge without lanes from a replica of its source to one of its destination.
         open_lanes: of the transport, with the settings of the communicator.
         bridges: those that are open, by edge, replica of the source, and that of the destination.
     """
@@ -45,8 +45,7 @@ class ModuleReplicas(ReplicaTraffic):
     def open(self, *, sends: Iterable[Crossing], receives: Iterable[Crossing]) -> None:
         """Open the lanes and bridges to other replicas that these transfers need and that are not open.
 
-        Raises:
-            P2PUsageError: an edge does not end at this rank, or a replica is this one or none of the job's.
+        `P2PUsageError`: an edge does not end at this rank, or a replica is this one or none of the job's.
         """
         lanes, bridges = set[LaneSpec](), set[tuple[Edge, int, int]]()
         for ways, gives in ((sends, True), (receives, False)):

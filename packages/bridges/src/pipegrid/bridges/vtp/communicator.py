@@ -21,10 +21,8 @@ from pipegrid.bridges.bridge import (
     leaves_of,
 )
 from pipegrid.bridges.collectives import own_groups
-from pipegrid.bridges.vtp.boundary import VTPBoundary
 from pipegrid.bridges.vtp.functions import ARRIVES, VTPFunctions
-from pipegrid.bridges.vtp.peers import Peers
-from pipegrid.bridges.vtp.topology import VTPTopology
+from pipegrid.bridges.vtp.topology import VTPBoundary, VTPTopology
 from pipegrid.core.edge import Direction, Edge
 from pipegrid.core.fields import shown
 from pipegrid.core.graph import ModuleGraph
@@ -99,14 +97,13 @@ class VTPCommunicator(VTPFunctions):
         backend, self.device = resolve_device(backend, device, staged=self.config.staged)
         boundaries = topology.boundaries(self.replica)
         used = checked_traffic(traffic, [boundary.edge for boundary in boundaries])
-        here = tuple(boundary for boundary in boundaries if self.rank in boundary.ranks)
-        self._peers = Peers(self.rank, here)
-        self._neighbours = {boundary.edge: boundary.ranks for boundary in here}
+        self._boundaries = tuple(boundary for boundary in boundaries if self.rank in boundary.ranks)
+        self._neighbours = {boundary.edge: boundary.ranks for boundary in self._boundaries}
         self._sends, self._receives, self._arriving = {}, {}, {}
         stream = new_stream(self.device)
         self.edge_exchanges = [
             self._crossing(boundary, direction, backend, stream)
-            for boundary in here
+            for boundary in self._boundaries
             for direction in directions_of(boundary.edge, backward=True, traffic=used)
         ]
         self._open(backend)
@@ -159,8 +156,6 @@ class VTPCommunicator(VTPFunctions):
                 f"layerwise_disaggregated_training is {wants_ring!r}, but the topology has ring={self.topology.ring}"
             )
 
-    # -- where this rank stands -----------------------------------------------------------------------------
-
     @cached_property
     def job(self) -> JobTopology:
         """The plan's stages and this rank's."""
@@ -203,8 +198,6 @@ class VTPCommunicator(VTPFunctions):
         """Whether this rank holds the last stage: in a ring, stage 0 does."""
         return self.topology.placement[-1] == self.stage
 
-    # -- along edges ----------------------------------------------------------------------------------------
-
     def _receive(self, exchange: Exchange, direction: Direction, shapes: Any = None) -> ReceiveHandle:
         return exchange.irecv_forward(self._shape(shapes, ARRIVES[direction]))
 
@@ -215,8 +208,6 @@ class VTPCommunicator(VTPFunctions):
             f"{direction.name.lower()} along edge {edge}: it has {[*map(str, self._neighbours)]}, less what traffic= "
             "leaves out"
         )
-
-    # -- where this rank stands -----------------------------------------------------------------------------
 
     def is_vtp_stage_rank0(self) -> bool:
         """Whether this rank is the first of its stage (and replica)."""

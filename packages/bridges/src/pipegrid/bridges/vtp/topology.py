@@ -3,6 +3,10 @@
 ``VTPTopology([2, 4, 4])`` is ten ranks, ``[0, 1] [2 .. 5] [6 .. 9]``. With ``dp`` every stage has that many replicas,
 side by side: ``VTPTopology([1, 2], dp=2)`` is ``[0], [1]`` and ``[2, 3], [4, 5]``. Replica ``d`` of a stage exchanges
 with replica ``d`` of the next one.
+
+A side of a boundary either holds copies of the tensor (tensor parallelism) or consecutive parts of its sequence
+(sequence parallelism). Both are cases of the reshard plan, which is made for the tensor seen as ``[before, sequence,
+after]``: see `Folded`. Activations and gradients are two edges, each with a source and a destination.
 """
 
 from __future__ import annotations
@@ -14,11 +18,68 @@ from typing import Any
 
 from attrs import field, frozen
 
-from pipegrid.bridges.bridge import require_parts
-from pipegrid.bridges.vtp.boundary import VTPBoundary, VTPStage
-from pipegrid.core.edge import Edge
+from pipegrid.bridges.bridge import BridgeWiring, Folded, require_parts
+from pipegrid.core.edge import Direction, Edge
 from pipegrid.core.fields import Count, Index, checked_fields
+from pipegrid.reshard import Placement, Replicate, Shard, Side
 from pipegrid.reshard.errors import BridgeError
+from pipegrid.reshard.side import SideDim
+
+
+@frozen
+class VTPStage:
+    """One replica of one stage: its ranks, and whether they hold parts of the sequence in place of copies."""
+
+    name: str
+    ranks: tuple[int, ...]
+    cuts_sequence: bool = False
+
+    @property
+    def parts(self) -> int:
+        """Number of parts in which the ranks hold the sequence."""
+        return len(self.ranks) if self.cuts_sequence else 1
+
+    @property
+    def side(self) -> Side:
+        """The stage as a side of a boundary."""
+        placement: Placement = Shard("s") if self.cuts_sequence else Replicate()
+        size = len(self.ranks)
+        return Side(self.name, 0, (SideDim("tp", size, 1, placement),) if size > 1 else (), members=self.ranks)
+
+
+@frozen
+class VTPBoundary:
+    """The boundary from ``source``, which makes the activation, to ``destination``; ``axis`` is the sequence's.
+
+    ``edge`` is in numbers of plan stages: the edge that closes a ring of P stages is ``Edge(P - 1, P)``.
+    """
+
+    edge: Edge
+    source: VTPStage
+    destination: VTPStage
+    axis: int = 0
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks of both sides."""
+        return (*self.source.ranks, *self.destination.ranks)
+
+    def ends(self, direction: Direction) -> tuple[VTPStage, VTPStage]:
+        """The side that sends in that direction, and the one that receives."""
+        both = self.source, self.destination
+        return both if direction is Direction.FORWARD else both[::-1]
+
+    def tensor(self, direction: Direction) -> Folded:
+        """The declaration of the tensor that is sent in that direction."""
+        giver, taker = self.ends(direction)
+        return Folded(f"boundary {self.edge}", self.axis, ((giver.name, giver.parts), (taker.name, taker.parts)))
+
+    def wiring(self, label: str, rank: int, direction: Direction) -> BridgeWiring:
+        """The lanes and groups of ``rank`` for that direction, named after ``label``."""
+        ways = {Direction.FORWARD: f"{self.edge}", Direction.BACKWARD: f"{self.edge} gradients"}
+        giver, taker = self.ends(direction)
+        sides, axes = (giver.side, taker.side), self.tensor(direction).names
+        return BridgeWiring(f"{label}/{ways[direction]}", *sides, axes, "direct", (Direction.FORWARD,), rank)
 
 
 def _as_flags(value: bool | Sequence[bool]) -> bool | tuple[bool, ...]:
@@ -88,11 +149,7 @@ class VTPTopology:
                 require_parts(self.sequence_length, part.parts, part.name)
 
     def check_world(self, world_size: int) -> None:
-        """Raise unless the stages fit the world.
-
-        Raises:
-            BridgeError: the message says which world would.
-        """
+        """Raise `BridgeError` unless the stages fit the world; the message says which one they fit."""
         needed = max(self._place) + 1
         if world_size < needed or (world_size > needed and self.ranks is None):
             raise BridgeError(
@@ -148,11 +205,7 @@ class VTPTopology:
         }
 
     def place_of(self, rank: int) -> tuple[int, int]:
-        """The stage of the rank, and the replica.
-
-        Raises:
-            BridgeError: it has none.
-        """
+        """The stage of the rank, and the replica; `BridgeError` where it has none."""
         if rank not in self._place:
             raise BridgeError(f"rank {rank} holds no stage; the stages are on ranks {self.stage_ranks}")
         return self._place[rank]

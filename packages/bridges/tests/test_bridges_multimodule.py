@@ -9,12 +9,11 @@ import torch
 import torch.distributed as dist
 from attrs import evolve
 
+from pipegrid.bridges import EdgeOptions, MultiModulePipelineCommunicator, VTPCommunicator, VTPTopology
 from pipegrid.bridges.bridge.communicator import BridgeCommunicator
 from pipegrid.bridges.errors import MissingTensorError
-from pipegrid.bridges.multimodule import EdgeOptions, MultiModulePipelineCommunicator
 from pipegrid.bridges.multimodule.dict_api import _prepare_tensor_for_comm, _restore_tensor_from_comm
 from pipegrid.bridges.multimodule.rank_modules import ModuleChain
-from pipegrid.bridges.vtp import VTPCommunicator, VTPTopology
 from pipegrid.core.edge import Direction, Edge
 from pipegrid.core.graph import ModuleGraphError
 from pipegrid.core.lanes import LaneSharing, PositionLane

@@ -9,10 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipegrid.bridges import BridgeCommunicator
+from pipegrid.bridges import BridgeCommunicator, EdgeOptions, MultiModulePipelineCommunicator
 from pipegrid.bridges.bridge.ends import BridgeEnds
 from pipegrid.bridges.bridge.structure import Axes, Whole
-from pipegrid.bridges.multimodule import EdgeOptions, MultiModulePipelineCommunicator
 from pipegrid.core.edge import Direction, Edge
 from pipegrid.reshard import Partial, Replicate, Shard, axis_names, boundary_side, replica_side, routes
 from pipegrid.reshard.errors import BridgeError

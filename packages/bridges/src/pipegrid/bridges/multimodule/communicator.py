@@ -9,14 +9,10 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 
-from pipegrid.bridges.bridge import (
-    BridgeCommunicator,
-    EdgeCommunicator,
-    EdgeOptions,
-    Traffic,
-    directions_of,
-    lane_config,
-)
+from pipegrid.bridges.bridge.communicator import BridgeCommunicator, lane_config
+from pipegrid.bridges.bridge.edge_communicator import EdgeCommunicator
+from pipegrid.bridges.bridge.options import EdgeOptions
+from pipegrid.bridges.bridge.wiring import Traffic, directions_of
 from pipegrid.bridges.multimodule.dict_api import DictExchange, Tensors, exchanged
 from pipegrid.bridges.multimodule.edges import Ends
 from pipegrid.bridges.multimodule.pipeline import ModulePipeline

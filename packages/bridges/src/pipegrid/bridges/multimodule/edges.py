@@ -7,7 +7,8 @@ from typing import Annotated
 
 from attrs import frozen
 
-from pipegrid.bridges.bridge import EdgeOptions, Traffic, boundary_sides
+from pipegrid.bridges.bridge.options import EdgeOptions
+from pipegrid.bridges.bridge.wiring import Traffic, boundary_sides
 from pipegrid.core.edge import Edge
 from pipegrid.core.fields import checked, instance
 from pipegrid.core.graph import ModuleGraph

@@ -8,7 +8,8 @@ from typing import Any
 
 from attrs import evolve
 
-from pipegrid.bridges.bridge import EdgeOptions, checked_traffic
+from pipegrid.bridges.bridge.options import EdgeOptions
+from pipegrid.bridges.bridge.wiring import checked_traffic
 from pipegrid.bridges.multimodule.edges import EdgesThere, Ends, ModuleEdges, checked_options, modules_with_backward
 from pipegrid.core.edge import Direction, Edge
 from pipegrid.core.fields import Name, checked

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from attrs import define
 
-from pipegrid.bridges.bridge import BridgeCommunicator
+from pipegrid.bridges.bridge.communicator import BridgeCommunicator
 from pipegrid.core.edge import Direction, Edge
 from pipegrid.core.lanes import LaneSpec
 from pipegrid.reshard import REPLICAS, GridLike, as_grid

@@ -13,7 +13,7 @@ from typing import Any
 
 from attrs import define, field
 
-from pipegrid.bridges.bridge import BridgeCommunicator
+from pipegrid.bridges.bridge.communicator import BridgeCommunicator
 from pipegrid.bridges.multimodule.edges import Ends
 from pipegrid.bridges.multimodule.rank_modules import ModuleChain
 from pipegrid.core.edge import Crossing, Direction, Edge

@@ -11,15 +11,12 @@ import torch
 import torch.distributed as dist
 from attrs import evolve
 
-from pipegrid.bridges.bridge import (
-    EdgeOptions,
-    EdgeTraffic,
-    Exchange,
-    checked_traffic,
-    directions_of,
-    lane_config,
-    leaves_of,
-)
+from pipegrid.bridges.bridge.communicator import lane_config
+from pipegrid.bridges.bridge.exchange import Exchange
+from pipegrid.bridges.bridge.leaves import leaves_of
+from pipegrid.bridges.bridge.options import EdgeOptions
+from pipegrid.bridges.bridge.traffic import EdgeTraffic
+from pipegrid.bridges.bridge.wiring import checked_traffic, directions_of
 from pipegrid.bridges.collectives import own_groups
 from pipegrid.bridges.vtp.functions import ARRIVES, VTPFunctions
 from pipegrid.bridges.vtp.topology import VTPBoundary, VTPTopology

@@ -9,7 +9,9 @@ from typing import Any, Literal, TypeAlias, TypedDict, Unpack
 import torch
 import torch.distributed as dist
 
-from pipegrid.bridges.bridge import BridgeReceive, BridgeSend, EdgeCommunicator, Exchange
+from pipegrid.bridges.bridge.edge_communicator import EdgeCommunicator
+from pipegrid.bridges.bridge.exchange import Exchange
+from pipegrid.bridges.bridge.receive import BridgeReceive, BridgeSend
 from pipegrid.bridges.vtp.topology import VTPBoundary, VTPTopology
 from pipegrid.core.edge import Direction, Edge
 from pipegrid.reshard.errors import BridgeError

@@ -18,7 +18,8 @@ from typing import Any
 
 from attrs import field, frozen
 
-from pipegrid.bridges.bridge import BridgeWiring, Folded, require_parts
+from pipegrid.bridges.bridge.structure import Folded, require_parts
+from pipegrid.bridges.bridge.wiring import BridgeWiring
 from pipegrid.core.edge import Direction, Edge
 from pipegrid.core.fields import Count, Index, checked_fields
 from pipegrid.reshard import Placement, Replicate, Shard, Side

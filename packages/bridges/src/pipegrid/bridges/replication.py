@@ -9,8 +9,7 @@ import torch.distributed as dist
 from attrs import define, field
 
 from pipegrid.bridges.collectives import CollectiveWaits
-from pipegrid.reshard import Side
-from pipegrid.reshard.errors import BridgeError
+from pipegrid.reshard import BridgeError, Side
 from pipegrid.transport.collectives.checksum import checksums
 from pipegrid.transport.collectives.extremes import extremes
 from pipegrid.transport.collectives.starting import start

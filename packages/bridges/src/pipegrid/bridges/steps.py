@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from pipegrid.reshard import Box, Completion
-from pipegrid.reshard.errors import ShapeError
+from pipegrid.reshard import Box, Completion, ShapeError
 from pipegrid.transport.collectives.gathering import gather_flat
 from pipegrid.transport.collectives.starting import start
 from pipegrid.transport.waits.aborts import device_aborts

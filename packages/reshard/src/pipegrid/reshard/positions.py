@@ -10,8 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from attrs import frozen
 
-from pipegrid.core.edge import Edge
-from pipegrid.core.graph import ModuleGraph
+from pipegrid.core import Edge, ModuleGraph
 from pipegrid.reshard.errors import BridgeError
 from pipegrid.reshard.side import GridLike, Side, as_grid
 

@@ -23,11 +23,9 @@ from pipegrid.bridges.bridge.options import EdgeArguments, EdgeOptions
 from pipegrid.bridges.bridge.traffic import EdgeTraffic
 from pipegrid.bridges.bridge.wiring import group_spec
 from pipegrid.bridges.collectives import abort_groups, own_groups
-from pipegrid.core.edge import Direction
-from pipegrid.core.fields import checked
+from pipegrid.core import Direction, checked
 from pipegrid.core.lanes import LaneSharing
-from pipegrid.reshard import GridLike
-from pipegrid.reshard.errors import BridgeError
+from pipegrid.reshard import BridgeError, GridLike
 from pipegrid.topology import discard_groups
 from pipegrid.transport.config import P2PConfig, ShapeMode, as_config
 from pipegrid.transport.control.lanes import Lanes

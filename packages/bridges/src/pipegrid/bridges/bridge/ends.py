@@ -11,8 +11,7 @@ from pipegrid.bridges.bridge.options import EdgeOptions
 from pipegrid.bridges.bridge.wiring import boundary_sides, wiring_of
 from pipegrid.core.edge import Direction
 from pipegrid.core.fields import shown
-from pipegrid.reshard import BATCH, AxisNames, End, GridLike, as_grid, axis_names, replica_side
-from pipegrid.reshard.errors import BridgeError
+from pipegrid.reshard import BATCH, AxisNames, BridgeError, End, GridLike, as_grid, axis_names, replica_side
 from pipegrid.transport.errors import P2PLaneDeadError
 
 _FORWARD, _BACKWARD = Direction.FORWARD, Direction.BACKWARD

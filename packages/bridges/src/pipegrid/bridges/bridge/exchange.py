@@ -22,8 +22,7 @@ from pipegrid.bridges.bridge.receive import BridgeReceive, BridgeSend, Filled, P
 from pipegrid.bridges.bridge.traffic import EdgeTraffic
 from pipegrid.bridges.steps import Completing
 from pipegrid.core.edge import Direction
-from pipegrid.reshard import SPLIT_SIZES, RankPart
-from pipegrid.reshard.errors import BridgeError, ShapeError
+from pipegrid.reshard import SPLIT_SIZES, BridgeError, RankPart, ShapeError
 from pipegrid.transport.messages.handle import Transfer
 from pipegrid.transport.protocol import Handle, ReceiveHandle
 

@@ -16,10 +16,8 @@ from pipegrid.bridges.bridge.plans import Announcement, LeafNote, Number, PlanPa
 from pipegrid.bridges.bridge.receive import with_gradient
 from pipegrid.bridges.bridge.structure import Axes, Folded, Leaf, Packed, Structure, Whole, in_words, samples_of
 from pipegrid.bridges.bridge.wiring import BridgeWiring
-from pipegrid.core.edge import Direction
-from pipegrid.core.fields import Index, checked
-from pipegrid.reshard import RankPart
-from pipegrid.reshard.errors import BridgeError, ShapeError
+from pipegrid.core import Direction, Index, checked
+from pipegrid.reshard import BridgeError, RankPart, ShapeError
 
 _FORWARD, _BACKWARD = Direction.FORWARD, Direction.BACKWARD
 

@@ -9,9 +9,7 @@ from attrs import field, frozen
 
 from pipegrid.bridges.bridge.structure import Declared, Structure
 from pipegrid.core.fields import Index, checked, checked_fields, shown
-from pipegrid.reshard import AUTO_LEADER_BYTES, Links, Placement, Strategy, as_axis_of, axis_names
-from pipegrid.reshard.errors import BridgeError
-from pipegrid.reshard.links import Choice
+from pipegrid.reshard import AUTO_LEADER_BYTES, BridgeError, Choice, Links, Placement, Strategy, as_axis_of, axis_names
 
 
 def _as_lanes(value: Any) -> tuple[int, ...] | None:

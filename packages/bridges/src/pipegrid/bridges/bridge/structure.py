@@ -20,8 +20,7 @@ from typing import Any, TypeAlias
 from attrs import evolve, field, frozen
 
 from pipegrid.core.fields import Index, checked_fields, shown
-from pipegrid.reshard import BATCH, AxisNames, Partial, Shard, Side, as_axes, marked_samples
-from pipegrid.reshard.errors import BridgeError, ShapeError
+from pipegrid.reshard import BATCH, AxisNames, BridgeError, Partial, ShapeError, Shard, Side, as_axes, marked_samples
 from pipegrid.transport.messages.trees import Tree, describe, flatten, places, select, unflatten
 
 Declared: TypeAlias = Any

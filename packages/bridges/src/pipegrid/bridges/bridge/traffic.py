@@ -17,10 +17,8 @@ from pipegrid.bridges.bridge.receive import BridgeReceive, Filled, PostedReceive
 from pipegrid.bridges.bridge.wiring import BridgeWiring
 from pipegrid.bridges.collectives import CollectiveWaits, close_groups
 from pipegrid.bridges.steps import Completing, pack, require_summed, start_sum, unpack
-from pipegrid.core.edge import Direction
-from pipegrid.core.lanes import LaneSpec
-from pipegrid.reshard import RankPart
-from pipegrid.reshard.errors import BridgeError, ShapeError
+from pipegrid.core import Direction, LaneSpec
+from pipegrid.reshard import BridgeError, RankPart, ShapeError
 from pipegrid.topology import GroupSpec
 from pipegrid.transport.config import P2PConfig
 from pipegrid.transport.control.lanes import Lanes

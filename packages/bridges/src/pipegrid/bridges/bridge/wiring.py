@@ -10,8 +10,7 @@ from attrs import evolve, frozen
 
 from pipegrid.bridges.bridge.options import EdgeOptions
 from pipegrid.bridges.bridge.structure import Structure
-from pipegrid.core.edge import Direction, Edge
-from pipegrid.core.lanes import LaneSpec
+from pipegrid.core import Direction, Edge, LaneSpec
 from pipegrid.reshard import AxisNames, End, GridLike, Placement, Route, Side, Strategy, boundary_side, routes
 from pipegrid.reshard.errors import BridgeError
 from pipegrid.topology import GroupSpec, replica_sizes

@@ -19,9 +19,7 @@ from pipegrid.bridges.multimodule.pipeline import ModulePipeline
 from pipegrid.bridges.multimodule.rank_modules import ModuleChain, RankModuleInfo
 from pipegrid.bridges.multimodule.replicas import ModuleReplicas
 from pipegrid.core.edge import Direction, Edge
-from pipegrid.reshard import GridLike, Placement, as_grid
-from pipegrid.reshard.errors import BridgeError
-from pipegrid.reshard.positions import edge_between
+from pipegrid.reshard import BridgeError, GridLike, Placement, as_grid, edge_between
 from pipegrid.transport.config import as_config
 from pipegrid.transport.control.opening import open_lanes, resolve_device
 from pipegrid.transport.job import JobTopology

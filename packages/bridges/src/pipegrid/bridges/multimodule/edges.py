@@ -9,12 +9,9 @@ from attrs import frozen
 
 from pipegrid.bridges.bridge.options import EdgeOptions
 from pipegrid.bridges.bridge.wiring import Traffic, boundary_sides
-from pipegrid.core.edge import Edge
+from pipegrid.core import Edge, ModuleGraph
 from pipegrid.core.fields import checked, instance
-from pipegrid.core.graph import ModuleGraph
-from pipegrid.reshard import REPLICAS, GridLike, Placement, Side, as_grid
-from pipegrid.reshard.errors import BridgeError
-from pipegrid.reshard.positions import alike, edge_between
+from pipegrid.reshard import REPLICAS, BridgeError, GridLike, Placement, Side, alike, as_grid, edge_between
 
 Ends = tuple[str, str]
 """The modules of an edge: source, destination."""

@@ -11,9 +11,7 @@ from attrs import evolve
 from pipegrid.bridges.bridge.options import EdgeOptions
 from pipegrid.bridges.bridge.wiring import checked_traffic
 from pipegrid.bridges.multimodule.edges import EdgesThere, Ends, ModuleEdges, checked_options, modules_with_backward
-from pipegrid.core.edge import Direction, Edge
-from pipegrid.core.fields import Name, checked
-from pipegrid.core.graph import ModuleGraph, ModuleGraphError
+from pipegrid.core import Direction, Edge, ModuleGraph, ModuleGraphError, Name, checked
 from pipegrid.reshard import GridLike, Placement, as_axis_of, as_grid, axis_names
 from pipegrid.reshard.errors import BridgeError
 from pipegrid.reshard.positions import Positions, check_places, collective_edges, positions_of

@@ -7,10 +7,8 @@ from collections.abc import Mapping, Sequence
 from attrs import define
 
 from pipegrid.bridges.bridge.communicator import BridgeCommunicator
-from pipegrid.core.edge import Direction, Edge
-from pipegrid.core.lanes import LaneSpec
-from pipegrid.reshard import REPLICAS, GridLike, as_grid
-from pipegrid.reshard.errors import BridgeError
+from pipegrid.core import Direction, Edge, LaneSpec
+from pipegrid.reshard import REPLICAS, BridgeError, GridLike, as_grid
 from pipegrid.transport.config import P2PConfig
 from pipegrid.transport.control.blocking import NeighbourTransfers, NeighbourVerbs
 from pipegrid.transport.control.lanes import Lanes

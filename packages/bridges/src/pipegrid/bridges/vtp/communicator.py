@@ -20,9 +20,8 @@ from pipegrid.bridges.bridge.wiring import checked_traffic, directions_of
 from pipegrid.bridges.collectives import own_groups
 from pipegrid.bridges.vtp.functions import ARRIVES, VTPFunctions
 from pipegrid.bridges.vtp.topology import VTPBoundary, VTPTopology
-from pipegrid.core.edge import Direction, Edge
+from pipegrid.core import Direction, Edge, ModuleGraph
 from pipegrid.core.fields import shown
-from pipegrid.core.graph import ModuleGraph
 from pipegrid.reshard.errors import BridgeError
 from pipegrid.transport.config import as_config
 from pipegrid.transport.control.opening import open_lanes, resolve_device

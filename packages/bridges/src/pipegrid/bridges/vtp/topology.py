@@ -20,10 +20,8 @@ from attrs import field, frozen
 
 from pipegrid.bridges.bridge.structure import Folded, require_parts
 from pipegrid.bridges.bridge.wiring import BridgeWiring
-from pipegrid.core.edge import Direction, Edge
-from pipegrid.core.fields import Count, Index, checked_fields
-from pipegrid.reshard import Placement, Replicate, Shard, Side
-from pipegrid.reshard.errors import BridgeError
+from pipegrid.core import Count, Direction, Edge, Index, checked_fields
+from pipegrid.reshard import BridgeError, Placement, Replicate, Shard, Side
 from pipegrid.reshard.side import SideDim
 
 

@@ -24,10 +24,6 @@ Point = TypeVar("Point", int, Fraction)  # of an axis: a row, or a part of [0, 1
 class Box:
     """The elements ``start[k] <= index < start[k] + shape[k]`` of a tensor, in every axis ``k``.
 
-    Attributes:
-        start: the first index along each axis.
-        shape: the extent along each axis.
-
     Raises:
         BridgeError: lengths differ, or a start or extent is negative.
 
@@ -132,11 +128,7 @@ def shares(a: int, b: int) -> tuple[tuple[int, int, Fraction, Fraction], ...]:
     (sender, receiver, start, stop): the overlaps of [i/a, (i+1)/a) with [j/b, (j+1)/b), which are
     ``a + b - gcd(a, b)``.
     """
-    found = []
-    i = j = 0
-    while i < a and j < b:
-        start = max(Fraction(i, a), Fraction(j, b))
-        stop = min(Fraction(i + 1, a), Fraction(j + 1, b))
-        found.append((i, j, start, stop))
-        i, j = i + (stop == Fraction(i + 1, a)), j + (stop == Fraction(j + 1, b))
-    return tuple(found)
+    cuts = ([[(Fraction(i, n), Fraction(i + 1, n))] for i in range(n)] for n in (a, b))
+    return tuple(
+        (i, j, Fraction(i, a) + low, Fraction(i, a) + low + n) for (i, j), [(low, _, n)] in overlaps(*cuts).items()
+    )

@@ -14,7 +14,7 @@ boxes are the products of these ranges (`pieces`).
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from functools import cached_property
 from typing import Generic, Literal
@@ -23,8 +23,8 @@ from attrs import frozen
 
 from pipegrid.reshard.box import Box, Point, Span, overlaps
 from pipegrid.reshard.errors import BridgeError
-from pipegrid.reshard.side import BATCH, Interval, Side
-from pipegrid.reshard.sizes import AxisNames, Sizes, axis_spans, batch_map, lane_intervals
+from pipegrid.reshard.side import BATCH, Side
+from pipegrid.reshard.sizes import AxisNames, Parts, Sizes, axis_spans, batch_map
 
 Triple = tuple[Point, Point, Point]
 """An overlap of two shards: offset in the source's storage, offset in the destination's, length."""
@@ -35,10 +35,9 @@ ClassKey = tuple[int, ...]
 
 @frozen(slots=False)
 class Cut(Generic[Point]):
-    """One axis as both sides hold it: the ranges of every shard, in rows or in parts of [0, 1).
+    """The axis of these ``names`` as both sides hold it: the ranges of every shard, in rows or in parts of [0, 1).
 
-    ``names`` are what the axis runs over: ``("b", "s")`` for ``[b*s, h]``. A shard's index counts through the shards of
-    every name, the first name being the major one.
+    A shard's index counts through the shards of every name of ``("b", "s")`` for ``[b*s, h]``, the first being major.
     """
 
     names: tuple[str, ...]
@@ -57,7 +56,7 @@ class Cut(Generic[Point]):
     @cached_property
     def by_source(self) -> dict[int, list[int]]:
         """Destination shards that each source shard overlaps."""
-        return _grouped(self.meetings)
+        return _grouped(iter(self.meetings))
 
     @cached_property
     def by_destination(self) -> dict[int, list[int]]:
@@ -65,7 +64,7 @@ class Cut(Generic[Point]):
         return _grouped((j, i) for i, j in self.meetings)
 
 
-def _grouped(pairs: Iterator[tuple[int, int]] | Mapping[tuple[int, int], object]) -> dict[int, list[int]]:
+def _grouped(pairs: Iterator[tuple[int, int]]) -> dict[int, list[int]]:
     grouped: dict[int, list[int]] = {}
     for first, second in pairs:
         grouped.setdefault(first, []).append(second)
@@ -75,22 +74,11 @@ def _grouped(pairs: Iterator[tuple[int, int]] | Mapping[tuple[int, int], object]
 def row_cuts(src: Side, dst: Side, sizes: Sizes) -> tuple[Cut[int], ...]:
     """The rows that each shard of either side holds, per axis of the tensor."""
     check_axes(src, dst, sizes.axes)
-    src_lanes, dst_lanes = lane_intervals(src, dst, sizes)
-    to_sample = batch_map(src, dst, sizes, src_lanes)
+    src_lanes, dst_lanes, to_sample = batch_map(src, dst, sizes)
 
-    def spans(side: Side, lanes: Sequence[Sequence[Interval]], axis: int) -> tuple[tuple[Span, ...], ...]:
-        names = sizes.axes[axis]
-        held = [lanes if name == BATCH else side.intervals(name) for name in names]
-        return tuple(
-            axis_spans(
-                names,
-                sizes.shape[axis],
-                dict(zip(names, parts, strict=True)),
-                to_sample=to_sample,
-                samples=sizes.samples,
-            )
-            for parts in itertools.product(*held)
-        )
+    def spans(side: Side, lanes: Parts, axis: int) -> tuple[tuple[Span, ...], ...]:
+        held = [lanes if name == BATCH else side.intervals(name) for name in sizes.axes[axis]]
+        return tuple(axis_spans(sizes, axis, parts, to_sample) for parts in itertools.product(*held))
 
     return tuple(
         Cut(names, spans(src, src_lanes, axis), spans(dst, dst_lanes, axis)) for axis, names in enumerate(sizes.axes)

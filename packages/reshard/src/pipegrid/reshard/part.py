@@ -13,11 +13,7 @@ from pipegrid.reshard.plan import Completion, ReshardPlan
 
 @frozen(slots=False, eq=False)
 class RankPart:
-    """The sends, receives, sums and completions of one rank.
-
-    Attributes:
-        plan: the plan that the rank runs a part of.
-        rank: the global rank.
+    """The sends, receives, sums and completions of the global ``rank`` in a plan.
 
     Examples:
         >>> from pipegrid.topology import place

@@ -35,12 +35,6 @@ class Message:
 
     The boxes are in the coordinates of the two local tensors and have one shape.
 
-    Attributes:
-        source: the rank that sends.
-        destination: the rank that receives.
-        source_box: the part of the source's tensor that is sent.
-        destination_box: its place in the destination's tensor.
-
     Examples:
         >>> str(Message(0, 3, Box((0, 0), (2, 8)), Box((0, 0), (2, 8))))
         '0[0:2, 0:8] -> 3[0:2, 0:8]'

@@ -23,10 +23,6 @@ class Positions:
         ranks: per position its ranks, ascending. Positions are in the order of the stages they hold, so that stages
             with ranks of their own have their own number.
         placement: per stage the positions that hold it, ascending.
-
-    Examples:
-        >>> Positions(ranks=((0, 1), (2,)), placement=((0,), (1,))).placement
-        ((0,), (1,))
     """
 
     ranks: tuple[tuple[int, ...], ...]
@@ -36,10 +32,7 @@ class Positions:
 def check_places(
     graph: ModuleGraph, grids: Mapping[str, GridLike], stage_placement: Mapping[str, Sequence[int]]
 ) -> None:
-    """Raise unless each stage has a place in its module's pipeline, and each place a stage.
-
-    Raises:
-        BridgeError: some stage or place has none.
+    """Raise `BridgeError` unless each stage has a place in its module's pipeline, and each place a stage.
 
     Examples:
         >>> from pipegrid.core import ModuleGraph
@@ -65,10 +58,7 @@ def check_places(
 def positions_of(
     graph: ModuleGraph, grids: Mapping[str, GridLike], stage_placement: Mapping[str, Sequence[int]]
 ) -> Positions:
-    """The positions of modules on ``grids``, with their stages at the places of ``stage_placement``.
-
-    Raises:
-        BridgeError: as `check_places`.
+    """The positions of modules on ``grids``, with their stages at the places of ``stage_placement``; errors of these.
 
     Examples:
         >>> from pipegrid.core import ModuleGraph
@@ -143,7 +133,8 @@ def alike(source: Side, destination: Side) -> bool:
         True
     """
     sums = (*source.partial_groups, *destination.partial_groups)
-    return _held(source) == _held(destination) and not sums
+    held = [(side.base, side.dims, side.lane_weights, side.members) for side in (source, destination)]
+    return held[0] == held[1] and not sums
 
 
 def _needs_collective(source: Side, destination: Side, position_of: Mapping[int, int]) -> bool:
@@ -159,8 +150,3 @@ def _needs_collective(source: Side, destination: Side, position_of: Mapping[int,
         return True
     together = (*source.classes.values(), *destination.classes.values(), *sums)
     return any(len({position_of[rank] for rank in ranks}) > 1 for ranks in together)
-
-
-def _held(side: Side) -> object:
-    """A key that is equal for sides whose ranks hold equal parts."""
-    return side.base, side.dims, side.lane_weights, side.members

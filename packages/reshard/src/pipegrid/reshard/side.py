@@ -201,11 +201,7 @@ class Side:
         return self.num_shards(BATCH)
 
     def shard_of(self, rank: int, axis: str) -> int:
-        """Index of the part of ``axis`` that the rank holds (major first).
-
-        Raises:
-            BridgeError: the rank is not on the side.
-        """
+        """Index of the part of ``axis`` that the rank holds (major first); `BridgeError` for another rank."""
         coords = self._coords_at(rank)
         index = 0
         for dim, coord in zip(self.dims, coords, strict=True):
@@ -221,8 +217,7 @@ class Side:
     def replica_dim(self) -> SideDim | None:
         """The dim of replicas, ``dp``, where it alone shares out the batch, in equal parts; None where none does.
 
-        Raises:
-            BridgeError: the batch is shared out otherwise: by another dim, or unequally.
+        `BridgeError`: the batch is shared out otherwise: by another dim, or unequally.
         """
         own = [dim for dim in self.dims if dim.name == REPLICAS or dim.placement == Shard(BATCH)]
         if (
@@ -249,11 +244,7 @@ class Side:
         return {key: tuple(ranks) for key, ranks in classes.items()}
 
     def class_of(self, rank: int) -> tuple[int, ...]:
-        """The shard index of the rank along each of `axes`.
-
-        Raises:
-            BridgeError: the rank is not on the side.
-        """
+        """The shard index of the rank along each of `axes`; `BridgeError` where it is not on the side."""
         self._coords_at(rank)
         return tuple(self.shard_of(rank, axis) for axis in self.axes)
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 from attrs import field, frozen
 
 from pipegrid.core.fields import Index, Name, Rule, checked, checked_fields
-from pipegrid.topology.addresses import gloo_interface
+from pipegrid.topology.addresses import gloo_interface, server_of
 from pipegrid.topology.bounded_calls import SilentStoreError, bounded, reason_to_give_up
 from pipegrid.topology.ending import discard_groups
 from pipegrid.topology.errors import GridError, GroupConnectionError, GroupStoreError
@@ -35,15 +35,10 @@ def _as_ranks(ranks: Iterable[int]) -> tuple[int, ...]:
 
 @frozen(field_transformer=checked_fields(GridError))
 class GroupSpec:
-    """A process group to create.
+    """A process group to create, of global ``ranks`` in group-rank order; ``label`` is its purpose.
 
     Specs with the same ranks in the same order share one real group, unless ``shared`` is False: lanes and bridges need
     traffic that nothing else can delay, so each of those has a group of its own, identified by its label.
-
-    Attributes:
-        ranks: global, in group-rank order.
-        label: the group's purpose.
-        shared: whether equal ranks are one group.
     """
 
     ranks: tuple[int, ...] = field(converter=_as_ranks)
@@ -90,10 +85,8 @@ class GroupOptions:
     """The options of a group besides its ranks, with all defaults filled in.
 
     Attributes:
-        backend: of the group, such as ``gloo`` or ``cpu:gloo,cuda:nccl``.
         timeout: of the group's operations.
         creation_timeout: for all members to arrive and, again, for all of them to connect.
-        pg_options: the backend's options.
         group_desc: description in torch's logs; None is the group's label.
     """
 
@@ -182,13 +175,18 @@ def create_each(wanted: Iterable[tuple[GroupSpec, GroupOptions]]) -> dict[tuple[
     The order is `creation_order` with ties broken by the options, so it is total here as well.
     """
     here, world_size = require_default_group()
-    from pipegrid.topology.torch_compat import default_store
+    from pipegrid.topology import torch_compat as compat
 
     ordered = sorted(wanted, key=lambda item: (item[0].order_key, item[1].text))
     for spec, _ in ordered:
         if max(spec.ranks) >= world_size:
             raise GridError(f"group {spec.label!r} has rank {max(spec.ranks)}, the world has {world_size} ranks")
-    _require_peers(ordered)
+    for spec, options in ordered if compat.is_dry() else ():  # ranks and a store that do not exist
+        if not compat.is_fake(options.backend):
+            raise GridError(
+                f"group {spec.label!r} has backend {options.backend!r}, but the default group's is 'fake', a dry run: "
+                "no other rank exists. Leave the backend to the default group"
+            )
     made: dict[tuple[GroupSpec, str], ProcessGroup] = {}
     shared: dict[tuple[tuple[int, ...], str], ProcessGroup] = {}
     try:
@@ -197,7 +195,7 @@ def create_each(wanted: Iterable[tuple[GroupSpec, GroupOptions]]) -> dict[tuple[
                 continue
             group = shared.get((spec.ranks, options.text)) if spec.shared else None
             if group is None:
-                members = Rendezvous(default_store(), spec.ranks, here, spec.label, options.creation_timeout)
+                members = Rendezvous(compat.default_store(), spec.ranks, here, spec.label, options.creation_timeout)
                 with members.named_errors():
                     group = _create(spec, options, members)
             if spec.shared:
@@ -230,18 +228,6 @@ def unconnected_group(ranks: Sequence[int], label: str) -> ProcessGroup:
         )
 
 
-def _require_peers(wanted: Iterable[tuple[GroupSpec, GroupOptions]]) -> None:
-    """Raise for a group whose backend needs, in a dry run, ranks and a store that do not exist."""
-    from pipegrid.topology import torch_compat as compat
-
-    for spec, options in wanted if compat.is_dry() else ():
-        if not compat.is_fake(options.backend):
-            raise GridError(
-                f"group {spec.label!r} has backend {options.backend!r}, but the default group's is 'fake', a dry run: "
-                "no other rank exists. Leave the backend to the default group"
-            )
-
-
 def _create(spec: GroupSpec, options: GroupOptions, members: Rendezvous) -> ProcessGroup:
     """Wait at a barrier for the other members, connect, and return when all of them are connected."""
     from pipegrid.topology import torch_compat as compat
@@ -255,7 +241,7 @@ def _create(spec: GroupSpec, options: GroupOptions, members: Rendezvous) -> Proc
         key, number = name, members.meet(name)
         name = f"{name}#{number}"
         if len(spec.ranks) > 1 and "gloo" in options.backend:
-            interface = gloo_interface(members.server, lambda: members.hosts(key, number), spec.label)
+            interface = gloo_interface(server_of(members.store), lambda: members.hosts(key, number), spec.label)
     connected = f"{name}/connected"
     try:
         with compat.over(interface):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipegrid.core.fields import Name, checked
 from pipegrid.topology.errors import GridError, GridKeyError, WorldError
-from pipegrid.topology.grid import Dims, Grid, GroupRequest, View, make_view, span_of
+from pipegrid.topology.grid import Dims, Grid, GroupRequest, make_view, span_of
 from pipegrid.topology.grid_groups import GridGroups, SharedGroup, create_held
 from pipegrid.topology.groups import GroupSpec, group_options, unconnected_group
 from pipegrid.topology.world import require_default_group, resolve_rank, resolve_world_size
@@ -54,7 +54,7 @@ class HyperCommGrid:
         world_size: int | None = None,
     ) -> None:
         self._base = Grid(shape, dim_names, rank_offset, members=ranks)
-        self._views: dict[str, View] = {}
+        self._views: dict[str, tuple[Grid, frozenset[str]]] = {}  # and the dims that are shared
         self._groups = GridGroups()
         self._world_size = resolve_world_size(world_size)
         self._backend: str | None = checked(backend, Name | None, "backend", GridError)
@@ -149,13 +149,13 @@ class HyperCommGrid:
             raise GridError(f"the view name {name!r} is taken")
         self._views[name] = make_view(self._base, name, shape, dim_names, shared_dims)
 
-    def _view(self, name: str) -> View:
+    def _view(self, name: str) -> tuple[Grid, frozenset[str]]:
         if name not in self._views:
             raise GridKeyError(f"unknown view {name!r}; the registered ones are {list(self._views)}")
         return self._views[name]
 
     def _factorization(self, view: str | None) -> Grid:
-        return self._base if view is None else self._view(view).grid
+        return self._base if view is None else self._view(view)[0]
 
     def select_dims(self, dims: Dims | None = None, *, view: str | None = None) -> tuple[str, ...]:
         """``dims`` (None: all) in the grid's or the view's order, the fastest first."""
@@ -165,7 +165,7 @@ class HyperCommGrid:
     def canonical(self, dims: Dims, *, view: str | None = None) -> GroupRequest:
         """The request in its one spelling: dims in the grid's order, shared ones in the grid's own view."""
         selected = self._factorization(view).select(dims)
-        if view is not None and self._view(view).shared_dims.issuperset(selected):
+        if view is not None and self._view(view)[1].issuperset(selected):
             return GroupRequest(self._base.select(selected))
         return GroupRequest(selected, view)
 
@@ -226,11 +226,7 @@ class HyperCommGrid:
             self._groups.hold(request, SharedGroup(group, ranks, "places"))
 
     def get_pg(self, dims: Dims, *, view: str | None = None) -> ProcessGroup | None:
-        """The group of this rank that varies in ``dims``; None for a rank outside the grid.
-
-        Raises:
-            GridKeyError: it has not been created.
-        """
+        """The group of this rank that varies in ``dims``; None outside the grid, `GridKeyError` before its creation."""
         return self._groups[self.canonical(dims, view=view)]
 
     def has_pg(self, dims: Dims, *, view: str | None = None) -> bool:
@@ -292,8 +288,7 @@ class HyperCommGrid:
     def from_device_mesh(cls, mesh: DeviceMesh) -> HyperCommGrid:
         """The grid of a DeviceMesh, the dims in reverse, with the mesh's own groups, which it never destroys.
 
-        Raises:
-            GridError: the mesh has no dim names, or its ranks do not ascend with the last dim fastest.
+        `GridError`: the mesh has no dim names, or its ranks do not ascend with the last dim fastest.
         """
         names = mesh.mesh_dim_names
         if names is None:

@@ -32,31 +32,13 @@ _GRACE = 1.8  # seconds past the deadline in which a store must have answered; a
 
 @frozen
 class Rendezvous:
-    """One rank's end of the barrier of a group's members.
-
-    Attributes:
-        store: of the world.
-        ranks: of the group.
-        rank: this one.
-        label: of the group, for errors.
-        timeout: deadline of each barrier.
-    """
+    """The end of ``rank`` at the barrier of the members of group ``label``; ``timeout`` is the deadline of each."""
 
     store: Store
     ranks: Sequence[int]
     rank: int
     label: str
     timeout: timedelta
-
-    @property
-    def server(self) -> str:
-        """The host of the store, as its clients name it; empty where it has none."""
-        return server_of(self.store)
-
-    @property
-    def own(self) -> str:
-        """The arrival record of this rank: the name of its host, and its address towards the store's host."""
-        return json.dumps([socket.gethostname(), address_towards(self.server)])
 
     def hosts(self, key: str, sequence: int) -> Iterator[tuple[str, str]]:
         """The names and addresses of the other members' hosts, from their arrival records under ``key``."""
@@ -122,7 +104,8 @@ class Rendezvous:
         sequence = store.add(f"{key}/sequence", 0)
         here = f"{key}/{sequence}"
         arrived = f"{here}/arrived/{self.rank}"
-        store.set(arrived, self.own)
+        # For `hosts`: the name of this host, and its address towards the store's host.
+        store.set(arrived, json.dumps([socket.gethostname(), address_towards(server_of(store))]))
         if store.add(f"{here}/count", 1) == len(ranks):
             # Before any member goes on: the next barrier of these members must find the new number.
             store.add(f"{key}/sequence", 1)

@@ -32,12 +32,7 @@ class ModuleLayout(enum.Enum):
 
 @frozen
 class ModuleStageInfo:
-    """A rank's place in the pipeline of one module.
-
-    Attributes:
-        is_first_stage: whether it holds the first stage.
-        is_last_stage: whether it holds the last stage.
-    """
+    """A rank's place in the pipeline of one module: whether it holds the first stage, and the last."""
 
     is_first_stage: bool
     is_last_stage: bool

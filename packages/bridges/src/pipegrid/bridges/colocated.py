@@ -330,9 +330,7 @@ class ColocatedBridgeCommunicator:
 
     def _require_alive(self) -> None:
         if self._destroyed:
-            raise P2PLaneDeadError(
-                f"{self._label} was destroyed; destroy it after the last backward, or make a new one"
-            )
+            raise P2PLaneDeadError(f"{self._label} was destroyed; destroy it after the last backward")
 
     def _agree(self, tensor: torch.Tensor) -> None:
         """Compare the shape, the dtype and the axes of ``tensor`` among all ranks: another size would end a process."""

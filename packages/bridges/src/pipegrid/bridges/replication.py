@@ -56,9 +56,7 @@ class ReplicationCheck:
         largest, smallest = extremes(own, partial(self._reduce, group=self.everyone))
         (wrong, most), (_, least) = largest.tolist(), smallest.tolist()
         if most != least:
-            raise BridgeError(
-                f"the replicas of {self.side.name!r} hold between {least} and {most} rows (here: {rows}), not all equal"
-            )
+            raise BridgeError(f"the replicas of {self.side.name!r} hold between {least} and {most} rows (here {rows})")
         if wrong:
             ranks = [rank for rank in self.side.ranks if self.side.lane_of(rank) == wrong - 1]
             raise BridgeError(

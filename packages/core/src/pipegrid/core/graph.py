@@ -96,10 +96,8 @@ class ModuleGraph:
         for src, dst in self.edges:
             for name in (src, dst):
                 if name not in names:
-                    unknown = f"{name!r}{nearest(name, names)}"
-                    raise ModuleGraphError(
-                        f"edge {src!r} -> {dst!r} names the unknown module {unknown}; known: {names}"
-                    )
+                    unknown = f"{name!r}{nearest(name, names)}; known: {names}"
+                    raise ModuleGraphError(f"edge {src!r} -> {dst!r} names the unknown module {unknown}")
         self.order  # noqa: B018 -- computing the order raises for cycles
         for skip in self.skips:
             ends = [self.module_of(stage)[0] for stage in (skip.source, skip.destination)]
@@ -130,9 +128,8 @@ class ModuleGraph:
     def depth(self, module: str) -> int:
         """Stages of ``module``; `ModuleGraphError` where there is no such module."""
         if module not in self._depths:
-            raise ModuleGraphError(
-                f"there is no module {shown(module)}{nearest(module, self._depths)}; the graph has {list(self._depths)}"
-            )
+            unknown = f"{shown(module)}{nearest(module, self._depths)}"
+            raise ModuleGraphError(f"there is no module {unknown}; the graph has {list(self._depths)}")
         return self._depths[module]
 
     @cached_property

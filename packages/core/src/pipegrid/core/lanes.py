@@ -321,9 +321,7 @@ def checked_replicas(
             f"replicas is {given!r}; it must give each replica {len(ranks)} ranks of its own, one of them {list(ranks)}"
         )
     if isinstance(communicators, LaneSharing):
-        raise P2PUsageError(
-            "replicas beside communicators of a plan, which have no lanes between replicas; give 'separate' or 'shared'"
-        )
+        raise P2PUsageError("communicators of a plan have no lanes between replicas; give 'separate' or 'shared'")
     return replicas, replicas.index(tuple(ranks))
 
 

@@ -153,9 +153,7 @@ class MultiModuleProcessGroupCollection:
     ) -> None:
         given = module_pgs if modules is None else modules
         if given is None or None not in (modules, module_pgs):
-            raise PlacementError(
-                "modules and module_pgs are names of one argument, the collections by module; give one"
-            )
+            raise PlacementError("modules and module_pgs are names of one argument, collections by module; give one")
         if _BY_NAME not in (language_module_name, language_model_module_name):
             raise PlacementError("language_module_name and language_model_module_name are names of one argument")
         language = language_model_module_name if language_module_name is _BY_NAME else language_module_name

@@ -327,9 +327,8 @@ class Exchange:
         first = leaves[0]
         if expected not in {None, first.shape} or (into is not None and into.dtype is not first.dtype):
             wanted = expected if into is None else f"{expected} of {into.dtype}"
-            raise ShapeError(
-                f"{self.name}: rank {self.rank} expects shape {wanted}, but {first.shape} of {first.dtype} comes"
-            )
+            found = f"{first.shape} of {first.dtype}"
+            raise ShapeError(f"{self.name}: rank {self.rank} expects shape {wanted}, but {found} comes")
         pieces = {peer: handle.result() for peer, handle in handles.items()}
         shares = {} if self._is_tensor else {peer: iter(own) for peer, own in pieces.items()}
         tensors: list[torch.Tensor] = []

@@ -71,9 +71,7 @@ class EdgeOptions:
         if self.payload is not None:
             self.structure  # noqa: B018 -- raises what the payload cannot be
         if self.comm_dtype is not None and not getattr(self.comm_dtype, "is_floating_point", False):
-            raise BridgeError(
-                f"comm_dtype is {shown(self.comm_dtype)}; it must be a floating-point torch.dtype, or None"
-            )
+            raise BridgeError(f"comm_dtype is {shown(self.comm_dtype)}; it must be a floating-point torch.dtype")
         if self.tensor_ndim is not None:
             axis_names(self.tensor_ndim)
         if self.dim_mapping is not None:

@@ -225,8 +225,6 @@ def checked_traffic(traffic: Iterable[tuple[Edge, Direction]] | None, edges: Ite
     if traffic is None:
         return None
     found, known = frozenset(traffic), sorted(edges)
-    if unknown := sorted({edge for edge, _ in found} - set(known)):
-        raise BridgeError(
-            f"traffic has edges {', '.join(map(str, unknown))}; the stages are joined by {', '.join(map(str, known))}"
-        )
+    if unknown := ", ".join(map(str, sorted({edge for edge, _ in found} - set(known)))):
+        raise BridgeError(f"traffic has edges {unknown}; the stages are joined by {', '.join(map(str, known))}")
     return found

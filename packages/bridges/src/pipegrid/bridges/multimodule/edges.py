@@ -104,9 +104,7 @@ class ModuleEdges:
         boxes = {name: as_grid(grid) for name, grid in self.grids.items()}
         sizes = {name: box.length(REPLICAS) for name, box in boxes.items()}
         if len({*sizes.values()}) > 1:
-            raise BridgeError(
-                f"replicas=True, and the modules have dp {sizes}: units move where each has as many replicas"
-            )
+            raise BridgeError(f"replicas=True, and the modules have dp {sizes}: units move between equal numbers")
         for ends in self.options:
             for side in self.boundary(ends):
                 side.replica_dim  # noqa: B018 -- raises where replicas are not parts of the batch
@@ -116,9 +114,7 @@ class ModuleEdges:
                 places.setdefault(one, set()).add(box.place(one, REPLICAS))
         for one, found in places.items():
             if len(found) > 1:
-                raise BridgeError(
-                    f"rank {one} is in replicas {sorted(found)} of its modules; where units move it is in one"
-                )
+                raise BridgeError(f"rank {one} is in replicas {sorted(found)} of its modules, and may be in one alone")
         return min(places.get(rank, {0})), max(sizes.values())
 
     def sides(self) -> Iterator[tuple[str, str, Side, Side]]:

@@ -112,9 +112,7 @@ class VTPFunctions(EdgeCommunicator):
         found = [edge for edge, there in across if set(named) <= set(there)]
         if named and not found:
             where = f"ranks {list(across[0][1])}" if across else "nowhere, at the end of a chain"
-            raise BridgeError(
-                f"rank {self.rank} names {list(named)} as its {side} ranks, but its lanes lead to {where}"
-            )
+            raise BridgeError(f"rank {self.rank} names {[*named]} as its {side} ranks, but its lanes lead to {where}")
         return found[0] if found else None
 
     def _start_send(self, tensor: torch.Tensor, direction: Direction, edge: Edge | None) -> list[Handle] | None:

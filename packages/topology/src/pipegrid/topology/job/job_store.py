@@ -73,7 +73,6 @@ def job_store(label: str, *, address: str | None = None, timeout: timedelta = ti
             name="pipegrid-connect",
         )
     except RuntimeError as error:
-        raise GroupConnectionError(
-            f"the job's store at {given} took no connection for {label!r}: {str(error).splitlines()[0]}"
-        ) from error
+        refused = f"the job's store at {given} took no connection for {label!r}"
+        raise GroupConnectionError(f"{refused}: {str(error).splitlines()[0]}") from error
     return PrefixStore(f"pipegrid/job/{label}", store)

@@ -3,8 +3,6 @@
 Sides and sizes in, messages and completions out; positions of modules on their grids.
 """
 
-from __future__ import annotations
-
 from pipegrid.reshard.box import Box
 from pipegrid.reshard.links import AUTO_LEADER_BYTES, Choice, Links, Route, Strategy
 from pipegrid.reshard.part import RankPart

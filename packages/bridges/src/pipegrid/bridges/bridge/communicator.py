@@ -27,12 +27,9 @@ from pipegrid.core import Direction, checked
 from pipegrid.core.lanes import LaneSharing
 from pipegrid.reshard import BridgeError, GridLike
 from pipegrid.topology import discard_groups
+from pipegrid.transport import Handle, Lane, Lanes, P2PUsageError, ReceiveHandle
 from pipegrid.transport.config import P2PConfig, ShapeMode, as_config
-from pipegrid.transport.control.lanes import Lanes
 from pipegrid.transport.control.opening import open_lanes, resolve_device
-from pipegrid.transport.errors import P2PUsageError
-from pipegrid.transport.lane.lane import Lane
-from pipegrid.transport.protocol import Handle, ReceiveHandle
 from pipegrid.transport.streams import new_stream
 
 Shapes = Literal["fixed", "variable"]

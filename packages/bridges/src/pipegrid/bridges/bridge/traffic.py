@@ -20,9 +20,7 @@ from pipegrid.bridges.steps import Completing, pack, require_summed, start_sum, 
 from pipegrid.core import Direction, LaneSpec
 from pipegrid.reshard import BridgeError, RankPart, ShapeError
 from pipegrid.topology import GroupSpec
-from pipegrid.transport.config import P2PConfig
-from pipegrid.transport.control.lanes import Lanes
-from pipegrid.transport.lane.lane import Lane
+from pipegrid.transport import Lane, Lanes, P2PConfig
 from pipegrid.transport.messages.handle import Transfer
 
 _FORWARD = Direction.FORWARD

@@ -20,10 +20,9 @@ from pipegrid.bridges.multimodule.rank_modules import ModuleChain, RankModuleInf
 from pipegrid.bridges.multimodule.replicas import ModuleReplicas
 from pipegrid.core.edge import Direction, Edge
 from pipegrid.reshard import BridgeError, GridLike, Placement, as_grid, edge_between
+from pipegrid.transport import Handle, JobTopology, ReceiveHandle
 from pipegrid.transport.config import as_config
 from pipegrid.transport.control.opening import open_lanes, resolve_device
-from pipegrid.transport.job import JobTopology
-from pipegrid.transport.protocol import Handle, ReceiveHandle
 
 _FORWARD = Direction.FORWARD
 _Send: TypeAlias = Callable[[], list[Handle]]

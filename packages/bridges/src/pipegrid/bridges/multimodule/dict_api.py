@@ -13,9 +13,8 @@ from pipegrid.bridges.errors import MissingTensorError
 from pipegrid.bridges.multimodule.edges import EdgesThere
 from pipegrid.core.edge import Direction, Edge
 from pipegrid.reshard.errors import ShapeError
-from pipegrid.transport.control.lanes import Lanes
+from pipegrid.transport import Handle, Lanes, ReceiveHandle
 from pipegrid.transport.messages.trees import mapped_together
-from pipegrid.transport.protocol import Handle, ReceiveHandle
 
 Tensors: TypeAlias = dict[str, Any]
 

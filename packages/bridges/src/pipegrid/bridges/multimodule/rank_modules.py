@@ -9,10 +9,8 @@ from attrs import define
 from pipegrid.bridges.bridge.communicator import BridgeCommunicator
 from pipegrid.core import Direction, Edge, LaneSpec
 from pipegrid.reshard import REPLICAS, BridgeError, GridLike, as_grid
-from pipegrid.transport.config import P2PConfig
+from pipegrid.transport import Lanes, P2PConfig, P2PUsageError
 from pipegrid.transport.control.blocking import NeighbourTransfers, NeighbourVerbs
-from pipegrid.transport.control.lanes import Lanes
-from pipegrid.transport.errors import P2PUsageError
 
 
 class ModuleChain(NeighbourVerbs):

@@ -23,11 +23,9 @@ from pipegrid.bridges.vtp.topology import VTPBoundary, VTPTopology
 from pipegrid.core import Direction, Edge, ModuleGraph
 from pipegrid.core.fields import shown
 from pipegrid.reshard.errors import BridgeError
+from pipegrid.transport import JobTopology, P2PUsageError, ReceiveHandle
 from pipegrid.transport.config import as_config
 from pipegrid.transport.control.opening import open_lanes, resolve_device
-from pipegrid.transport.errors import P2PUsageError
-from pipegrid.transport.job import JobTopology
-from pipegrid.transport.protocol import ReceiveHandle
 from pipegrid.transport.streams import new_stream
 
 

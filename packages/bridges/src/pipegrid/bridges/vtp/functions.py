@@ -15,11 +15,9 @@ from pipegrid.bridges.bridge.receive import BridgeReceive, BridgeSend
 from pipegrid.bridges.vtp.topology import VTPBoundary, VTPTopology
 from pipegrid.core.edge import Direction, Edge
 from pipegrid.reshard.errors import BridgeError
+from pipegrid.transport import Handle, P2PUsageError, is_single_shape
 from pipegrid.transport.config import P2PConfig, as_config
 from pipegrid.transport.control.blocking import timed
-from pipegrid.transport.errors import P2PUsageError
-from pipegrid.transport.messages.payload import is_single_shape
-from pipegrid.transport.protocol import Handle
 
 _F, _B = Direction.FORWARD, Direction.BACKWARD
 ARRIVES = {_F: "recv_prev", _B: "recv_next"}

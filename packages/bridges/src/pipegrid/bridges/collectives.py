@@ -95,13 +95,9 @@ class CollectiveWaits:
     ) -> None:
         """Return when the collective among ``ranks`` is done (on CUDA: when the current stream is ordered after it).
 
-        Args:
-            work: of the collective; None where it was done at once.
-            ranks: that take part.
-            group: theirs; None is the default one.
-            host: hold the host on CUDA as well: the caller reads the result, and a read has no deadline.
-            end: when the wait fails, in `time.monotonic` seconds; None is after the deadline.
-            task: of this collective, where it is another than the communicator's.
+        ``work`` is None where it was done at once, ``task`` where it is the communicator's. With ``host``, CUDA holds
+        the host as well: the caller reads the result, and a read has no deadline. The wait fails at ``end``, in
+        `time.monotonic` seconds; None is after the deadline.
 
         Raises:
             CollectiveFailedError: a rank died or did not join in time, or the communicator was ended. On a device,

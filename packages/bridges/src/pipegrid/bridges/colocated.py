@@ -47,12 +47,7 @@ _TASK = "the ranks {} did not exchange their tensors with this one"
 
 @frozen(field_transformer=checked_fields(BridgeError))
 class SliceInfo:
-    """The samples ``[start, start + size)`` of a batch that a rank works on.
-
-    Attributes:
-        start: the first sample.
-        size: the number of samples.
-    """
+    """The samples ``[start, start + size)`` of a batch that a rank works on."""
 
     start: Index
     size: Index
@@ -88,8 +83,6 @@ class ColocatedBridgeCommunicator:
     Args:
         src_grid: layout of the module that makes the tensor.
         dest_grid: layout of the module that consumes it; the same ranks.
-        src_module_name: for messages.
-        dest_module_name: for messages.
         dim_mapping: axis of ``"b"``, ``"s"``, ``"h"``; default ``{"b": 0, "s": 1, "h": 2}``. For flattened
             ``[tokens, h]`` pass ``{"b": 0, "h": 1}``: samples then need equal numbers of tokens.
         check_replicated: in the first call, compare checksums over the copies of each source replica, and their rows.

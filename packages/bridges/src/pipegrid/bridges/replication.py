@@ -20,11 +20,9 @@ class ReplicationCheck:
     """Compares the copies of each replica of ``side``, and the replicas' rows, in the first call and now and then.
 
     Attributes:
-        side: all of its ranks call `look`, each time.
         every: compare again every so many calls; 0 is never again.
         copies: the group of this rank's copies; None where it is the only one.
         everyone: the group of the whole side; all of it learns of a difference: the others would wait for ever.
-        waits: for the collectives; with the deadline of the side's other exchanges.
     """
 
     side: Side

@@ -56,13 +56,9 @@ class BridgeCommunicator(BridgeEnds):
         exchange: the implementation of the verbs on a rank of the boundary.
 
     Args:
-        src_grid: grid of the module that makes the tensor.
-        dest_grid: grid of the module that consumes it.
         dim_mapping: axis of ``"b"``, ``"s"`` and ``"h"``; default ``{"s": 1, "b": 0, "h": 2}``, and for
             ``tensor_ndim=2`` ``[b*s, h]``.
         comm_dtype: dtype on the wire; what arrives has the dtype of what was sent. None is the tensor's own.
-        src_module_name: for labels and messages.
-        dest_module_name: for labels and messages.
         tensor_ndim: axes of the tensor.
         options: of the edge; its ``dim_mapping``, ``comm_dtype`` and ``tensor_ndim`` take precedence where they are
             set. Each of the other `EdgeOptions` may be given by its name in place of them.
@@ -250,8 +246,7 @@ class BridgeCommunicator(BridgeEnds):
     def renew_shapes(self) -> None:
         """Let the next message agree on shapes anew; all ranks of the bridge call it between the same two microbatches.
 
-        Raises:
-            P2PUsageError: shapes vary anyway, or receives are under way; nothing was renewed then.
+        `P2PUsageError`: shapes vary anyway, or receives are under way; nothing was renewed then.
         """
         renew_lanes(self.lanes.values())
         self.exchange.forget()
@@ -322,9 +317,8 @@ def renew_lanes(lanes: Iterable[Lane]) -> None:
 def lane_config(settings: P2PConfig, *, variable: bool) -> P2PConfig:
     """The settings of lanes that carry bridges: any dtype, and shapes that vary or are agreed with a header.
 
-    Raises:
-        P2PUsageError: communicators of a plan. A bridge has several lanes for one of the plan's, and may start a
-            receive after its batch, when the sizes have arrived; the proof knows neither.
+    `P2PUsageError`: communicators of a plan. A bridge has several lanes for one of the plan's, and may start a receive
+    after its batch, when the sizes have arrived; the proof knows neither.
     """
     if isinstance(settings.communicators, LaneSharing):
         raise P2PUsageError(
@@ -332,6 +326,5 @@ def lane_config(settings: P2PConfig, *, variable: bool) -> P2PConfig:
             "variable-TP stages are 'separate' or 'shared'"
         )
     varying: ShapeMode = "learned" if settings.shape_mode == "learned" else "header"
-    return evolve(
-        settings, pipeline_dtype=None, variable_seq_lengths=variable, shapes=varying if variable else "agreed"
-    )
+    shapes = varying if variable else "agreed"
+    return evolve(settings, pipeline_dtype=None, variable_seq_lengths=variable, shapes=shapes)

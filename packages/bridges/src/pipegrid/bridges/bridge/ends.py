@@ -11,7 +11,7 @@ from pipegrid.bridges.bridge.options import EdgeOptions
 from pipegrid.bridges.bridge.wiring import boundary_sides, wiring_of
 from pipegrid.core.edge import Direction
 from pipegrid.core.fields import shown
-from pipegrid.reshard import BATCH, AxisNames, BridgeError, End, GridLike, as_grid, axis_names, replica_side
+from pipegrid.reshard import BATCH, AxisNames, BridgeError, GridLike, as_grid, axis_names, replica_side
 from pipegrid.transport.errors import P2PLaneDeadError
 
 _FORWARD, _BACKWARD = Direction.FORWARD, Direction.BACKWARD
@@ -23,11 +23,7 @@ class BridgeEnds:
     Attributes:
         src_grid, dest_grid: grids of the modules that make and consume the tensor.
         src, dst: the sides of the source's last stage and the destination's first.
-        axes: names of the tensor's axes.
-        options: of the edge.
-        rank: this rank.
-        is_source: whether this rank gives activations.
-        is_destination: whether this rank gets activations.
+        is_source, is_destination: whether this rank gives activations, or gets them.
         carries_gradients: whether there are lanes for gradients: the edge has a backward, and its plan uses it.
         lane_specs: the lanes of this rank.
         declared: the text on which both ends of each lane must agree.
@@ -84,36 +80,32 @@ class BridgeEnds:
     def takes_part(self, direction: Direction, *, sends: bool) -> bool:
         """Whether this rank sends, or receives, in ``direction``; False on the other stages of that side's grid.
 
-        Raises:
-            P2PLaneDeadError: the bridge was destroyed.
-            BridgeError: this rank is not in that side's grid, or there are no lanes for gradients.
+        `P2PLaneDeadError`: the bridge was destroyed. `BridgeError`: this rank is not in that side's grid, or there are
+        no lanes for gradients.
         """
-        here = self.is_source if (direction is _FORWARD) is sends else self.is_destination
+        gives = (direction is _FORWARD) is sends
+        here = self.is_source if gives else self.is_destination
         if here and not self._destroyed and (direction is _FORWARD or self.carries_gradients):
             return True
         if self._destroyed:
             raise P2PLaneDeadError(f"{self} was destroyed; make a new one")
-        end: End = "source" if (direction is _FORWARD) is sends else "destination"
         verb = f"{'send' if sends else 'recv'}_{direction.name.lower()}"
-        if not here:
-            if self.rank in as_grid(self.src_grid if end == "source" else self.dest_grid).ranks:
-                return False
-            raise self._wrong_side(end, verb)
-        raise self._no_backward(verb)
+        if here:
+            raise self._no_backward(verb)
+        side, other, own, there = self.src, self.dst, self.src_grid, self.dest_grid
+        if not gives:
+            side, other, own, there = other, side, there, own
+        if self.rank in as_grid(own).ranks:
+            return False
+        elsewhere = f"the side of {other.name!r}" if self.rank in as_grid(there).ranks else "neither"
+        raise BridgeError(
+            f"{self}: {verb} is for the {'source' if gives else 'destination'} side ({side.name!r}, ranks "
+            f"{shown(side.ranks)}), but rank {self.rank} is on {elsewhere}"
+        )
 
     def _no_backward(self, verb: str) -> BridgeError:
         why = "which its plan does not use" if self.backward else "being declared without backward"
         return BridgeError(f"{self} has no lanes for gradients, {why}: no {verb} on it")
-
-    def _wrong_side(self, end: End, verb: str) -> BridgeError:
-        side, other, there = self.src, self.dst, self.dest_grid
-        if end == "destination":
-            side, other, there = self.dst, self.src, self.src_grid
-        elsewhere = f"the side of {other.name!r}" if self.rank in as_grid(there).ranks else "neither"
-        return BridgeError(
-            f"{self}: {verb} is for the {end} side ({side.name!r}, ranks {shown(side.ranks)}), but rank {self.rank} is "
-            f"on {elsewhere}"
-        )
 
 
 def _of_replica(shape: Sequence[int | None] | None, axes: AxisNames, replicas: int) -> tuple[int | None, ...] | None:

@@ -116,8 +116,6 @@ class Exchange:
     """The microbatches of one edge on a rank of its boundary.
 
     Args:
-        traffic: of the edge.
-        leaves: of the payload.
         variable: whether shapes and numbers may change from message to message.
         skips_empty: lanes that carry nothing are left out from the second activation on: sizes are fixed by then. Only
             where a strategy leaves lanes unused; otherwise a message without bytes, for a tensor with fewer elements
@@ -225,19 +223,16 @@ class Exchange:
             return self._arriving
         leader = self._wiring.sizes_from
         if leader is not None:
-            texts = self._notes_of_leader(leader, texts)
+            copies, waits = self._wiring.copies(_FORWARD), self.traffic.waits
+            group = self.traffic.groups[self._wiring.completion_group(copies, _FORWARD)]
+            own = json.dumps(sorted(texts.items())) if self.rank == leader else ""
+            task = f"rank {leader} did not pass on the source's sizes"
+            texts = dict(json.loads(waits.gather_text(own, copies, group, task=task)[leader]))
         leaves = self._leaves.incoming({peer: decode(text) for peer, text in texts.items()})
         if not self.variable:
             # In place of the first receive, which would keep its tensors for as long as the bridge lives.
             self._arriving, self._received.first = leaves, Arrival(leaves)
         return leaves
-
-    def _notes_of_leader(self, leader: int, notes: Mapping[int, str]) -> dict[int, str]:
-        copies, traffic = self._wiring.copies(_FORWARD), self.traffic
-        group = traffic.groups[self._wiring.completion_group(copies, _FORWARD)]
-        own = json.dumps(sorted(notes.items())) if self.rank == leader else ""
-        task = f"rank {leader} did not pass on the source's sizes"
-        return dict(json.loads(traffic.waits.gather_text(own, copies, group, task=task)[leader]))
 
     def isend_backward(self, gradients: Any) -> Handle:
         """Start sending the gradient of the oldest activation that has none yet."""
@@ -294,11 +289,10 @@ class Exchange:
                 continue
             given = tensor.detach() if tensor.requires_grad else tensor
             view = given if given.shape == part.source_shape else given.reshape(part.source_shape)
+            dtype = one.plans.wire_dtype
             if self._is_tensor:
-                return _one(
-                    self.traffic.send(part, view, direction, dtype=one.plans.wire_dtype, peers=peers, note=note)
-                )
-            shares.append((part, view, one.plans.wire_dtype, wired.receivers(direction)))
+                return _one(self.traffic.send(part, view, direction, dtype=dtype, peers=peers, note=note))
+            shares.append((part, view, dtype, wired.receivers(direction)))
         return BridgeSend(self.traffic.send_shares(shares, direction, peers=peers, note=note))
 
     def _receive_whole(

@@ -123,13 +123,6 @@ class ReceiveQueue:
             while self.waiting and self.waiting[0].is_posted():
                 self.waiting.popleft().fill_in_order()
 
-    def post_waiting(self) -> None:
-        """Post the receives that were held back until sizes are known."""
-        with self.lock:
-            for later in self.waiting:
-                if not later.post():
-                    break
-
 
 class WholeReceive:
     """A tensor that arrives whole in one message: the receive of its lane, with gradients as the edge has them."""
@@ -166,7 +159,6 @@ class BridgeReceive:
     stream and use the tensor on another.
 
     Args:
-        queue: of the edge and direction.
         post: posts the receives on the lanes, by peer; None where the lanes to use are not known yet.
         fill: puts the messages that have arrived in their places.
         into: the tensor to receive into, where it is known; see ``value``.
@@ -228,10 +220,8 @@ class BridgeReceive:
         May be called any number of times, from any thread. ``timeout`` is in seconds, for lanes and completion
         together; None is the deadline, and a second more for a completion whose messages arrived at its very end.
 
-        Raises:
-            P2PError: as of the lanes.
-            ShapeError: the messages are not what was expected.
-            CollectiveFailedError: the copies did not complete each other.
+        `P2PError`: as of the lanes. `ShapeError`: the messages are not what was expected. `CollectiveFailedError`: the
+        copies did not complete each other.
         """
         if self._done:
             return
@@ -338,26 +328,25 @@ class BridgeReceive:
                 if not has_streams(queue.device):
                     self._filled = self._fill(handles)
                 else:
-                    self._fill_on_stream(handles)
+                    with working_on(queue.stream):
+                        follow(self._allocated, queue.device)
+                        self._filled = self._fill(handles)
+                        used_here(self._filled.tensors, queue.stream)
+                        self._marks, self._filled_on = mark(queue.device), current_stream(queue.device)
         except Exception as error:  # noqa: BLE001 -- this may be a lane's thread: the thread that waits raises it
             self._error = error
         finally:
             self._drop_messages()
-            if queue.waiting:
-                queue.post_waiting()
+            if queue.waiting:  # receives that were held back until sizes are known
+                with queue.lock:
+                    for later in queue.waiting:
+                        if not later.post():
+                            break
 
     def _drop_messages(self) -> None:
         """Drop references that would keep this receive, and its tensor, until the next garbage collection."""
         self._handles, self._is_filled = {}, True
         del self._post, self._fill, self._blocks
-
-    def _fill_on_stream(self, handles: PostedReceives) -> None:
-        queue = self._queue
-        with working_on(queue.stream):
-            follow(self._allocated, queue.device)
-            self._filled = self._fill(handles)
-            used_here(self._filled.tensors, queue.stream)
-            self._marks, self._filled_on = mark(queue.device), current_stream(queue.device)
 
     def _finish(self, left: Callable[[], float | None]) -> None:
         if self._error is not None:

@@ -206,15 +206,11 @@ class Leaf:
         def cuts_another(placement: object) -> bool:
             return isinstance(placement, Shard) and placement.axis not in named
 
-        source, destination = (
-            tuple(dim for dim in src.dims if not cuts_another(dim.placement)),
-            tuple(evolve(dim, placement=Partial()) if cuts_another(dim.placement) else dim for dim in dst.dims),
-        )
-        weights = (src.lane_weights, dst.lane_weights) if BATCH in named else (None, None)
-        return (
-            evolve(src, dims=source, lane_weights=weights[0]),
-            evolve(dst, dims=destination, lane_weights=weights[1]),
-        )
+        given = tuple(dim for dim in src.dims if not cuts_another(dim.placement))
+        taken = tuple(evolve(dim, placement=Partial()) if cuts_another(dim.placement) else dim for dim in dst.dims)
+        if BATCH not in named:
+            src, dst = evolve(src, lane_weights=None), evolve(dst, lane_weights=None)
+        return evolve(src, dims=given), evolve(dst, dims=taken)
 
 
 class Structure:
@@ -247,8 +243,7 @@ class Structure:
     def values(self, payload: Any, *, name: str) -> list[Any]:
         """The value at each leaf of ``payload``, in the order of `leaves`.
 
-        Raises:
-            ShapeError: a leaf that is missing or was not declared, or another kind of container.
+        `ShapeError`: a leaf that is missing or was not declared, or another kind of container.
         """
 
         def mismatch(path: str, tree: Tree, value: Any) -> ShapeError:

@@ -34,11 +34,7 @@ the wire, and the ranks whose message has a piece of it, be it one without eleme
 class EdgeTraffic:
     """Sends and receives along the edge ``name``, both directions.
 
-    Attributes:
-        wiring: its lanes and groups.
-        waits: for its completions; ended with its communicator.
-        device: of the tensors.
-        lanes: this rank's of the edge among them; None before `attach`.
+    ``waits`` is for its completions; ``lanes`` has this rank's of the edge, and is None before `attach`.
     """
 
     def __init__(
@@ -154,8 +150,7 @@ class EdgeTraffic:
         A sum of tensors of unlike sizes ends the process over gloo, and never ends over NCCL. The host waits for the
         others' announcements.
 
-        Raises:
-            ShapeError: on each of these ranks, they announce something else.
+        `ShapeError` on each of these ranks: they announce something else.
         """
         for ranks in self.wiring.reductions:
             group = self.groups[self.wiring.reduction_group(ranks, _FORWARD)]

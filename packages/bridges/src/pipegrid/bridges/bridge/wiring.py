@@ -69,9 +69,7 @@ class BridgeWiring:
     @property
     def lane_specs(self) -> tuple[LaneSpec, ...]:
         """The lanes of this rank."""
-        return tuple(
-            self.lane_spec(*route, direction) for direction in self.directions for route in self.routes[direction]
-        )
+        return tuple(self.lane_spec(*route, way) for way in self.directions for route in self.routes[way])
 
     @property
     def declaration(self) -> str:
@@ -188,10 +186,8 @@ def boundary_sides(
 ) -> tuple[Side, Side]:
     """The sides of an edge, source first; see `boundary_side`.
 
-    Where the source alone declares its replicas, those of the destination are `replica_sizes`.
-
-    Raises:
-        BridgeError: the two sides declare different numbers of samples, or a replica of the destination has none.
+    Where the source alone declares its replicas, those of the destination are `replica_sizes`. `BridgeError`: the two
+    sides declare different numbers of samples, or a replica of the destination has none.
     """
     ends: tuple[End, End] = ("source", "destination")
     src, dst = (

@@ -46,7 +46,6 @@ class MultiModulePipelineCommunicator(ModulePipeline, EdgeCommunicator):
     in one order that is the same on all ranks, and one `batch` spans all of them.
 
     Args:
-        module_to_grid_map: grid of each module.
         topology: the modules that each module feeds.
         config: a `P2PConfig`, or any object with some of its attributes. With ``variable_seq_lengths`` sizes may
             change from microbatch to microbatch, on every edge.
@@ -105,7 +104,8 @@ class MultiModulePipelineCommunicator(ModulePipeline, EdgeCommunicator):
             skips=skips,
         )
         self._replica, self._replicas = self._edges.replica_of(self.rank, wanted=replicas)
-        backend = backend or self._backend_of_grids()
+        named = {getattr(grid, "backend", None) for grid in self.module_to_grid_map.values()} - {None}
+        backend = backend or (named.pop() if len(named) == 1 else None)
         self._backend, self.device = resolve_device(backend, device, staged=self.config.staged)
         self.bridge_comms = list[BridgeCommunicator]()
         self._build_bridge_comms()

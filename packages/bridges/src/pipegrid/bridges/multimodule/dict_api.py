@@ -102,16 +102,13 @@ def exchanged(
     received: Tensors = {}
     for name, handles in receiving.items():
         parts = [handle.result() for handle in handles]
-        received[name] = _added(parts) if len(parts) > 1 else parts[0]
+        if len(parts) > 1:  # leaf by leaf, over the edges that have the leaf's gradient; None where none has
+            given = [part for part in parts if part is not None]
+            parts = [mapped_together(_sum, *given) if given else None]
+        received[name] = parts[0]
     for handle in sending:
         handle.wait()
     return received
-
-
-def _added(gradients: Sequence[Any]) -> Any:
-    """The sum of gradients of one payload, leaf by leaf, over the edges that have the leaf's; None where none has."""
-    given = [gradient for gradient in gradients if gradient is not None]
-    return mapped_together(_sum, *given) if given else None
 
 
 def _sum(*gradients: torch.Tensor | None) -> Any:

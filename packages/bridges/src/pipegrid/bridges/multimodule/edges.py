@@ -24,9 +24,7 @@ _OPTIONS = Annotated[EdgeOptions, instance(EdgeOptions, "EdgeOptions(...)")]
 def checked_options(given: Mapping[Ends, EdgeOptions] | None, graph: ModuleGraph) -> dict[Ends, EdgeOptions]:
     """The options of every edge of ``graph``.
 
-    Raises:
-        BridgeError: options for an edge that does not exist; a gradient that would have to pass a module without
-            backward.
+    `BridgeError`: options for no edge of it, or a gradient that would have to pass a module without backward.
     """
     edges = dict(given or {})
     if unknown := [edge for edge in edges if edge not in graph.edges]:
@@ -120,12 +118,9 @@ class ModuleEdges:
     def sides(self) -> Iterator[tuple[str, str, Side, Side]]:
         """Both sides of every edge; of a payload that moves, those of each of its leaves."""
         for ends, option in self.options.items():
-            src, dst = ends
-            both = self.boundary(ends)
-            structure = option.structure
-            for sides in (
-                [both] if structure is None or alike(*both) else [leaf.sides(*both) for leaf in structure.leaves]
-            ):
+            (src, dst), both, structure = ends, self.boundary(ends), option.structure
+            leaves = () if structure is None or alike(*both) else structure.leaves
+            for sides in [leaf.sides(*both) for leaf in leaves] or [both]:
                 yield src, dst, *sides
 
     def require_dicts(self) -> None:

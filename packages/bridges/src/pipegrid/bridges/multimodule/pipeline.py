@@ -25,10 +25,8 @@ def module_graph(
 ) -> ModuleGraph:
     """The graph of stages: a module has one for each entry of its placement, by default for each pipeline rank.
 
-    ``skips``: the edges past stages of each module, of stages counted inside of it.
-
-    Raises:
-        ModuleGraphError: a cycle, a module without a grid, or a grid without a module.
+    ``skips``: the edges past stages of each module, of stages counted inside of it. `ModuleGraphError`: a cycle, a
+    module without a grid, or a grid without a module.
     """
     edges = {
         src: checked(dsts or (), tuple[Name, ...], f"what {src!r} feeds", ModuleGraphError)
@@ -69,29 +67,21 @@ class ModulePipeline:
         skips: Mapping[str, Sequence[Edge]] | None = None,
     ) -> None:
         self.rank = rank
-        self.module_to_grid_map = dict(module_to_grid_map)
+        grids = self.module_to_grid_map = dict(module_to_grid_map)
         self.topology = {name: list(topology.get(name) or ()) for name in module_to_grid_map}
         self.dim_mapping = {"s": 1, "b": 0, "h": 2} if dim_mapping is None else as_axis_of(dim_mapping)
         self.module_output_ndim = self._named(module_output_ndim, "module_output_ndim")
         for ndim in self.module_output_ndim.values():
             axis_names(ndim, self._mapping(ndim))
         given = self._named(stage_placement, "stage_placement")
-        self.graph = module_graph(topology, self.module_to_grid_map, given, self._named(skips, "skips"))
-        self.stage_placement = {
-            name: tuple(given.get(name, range(self.graph.depth(name)))) for name in self.module_to_grid_map
-        }
-        check_places(self.graph, self.module_to_grid_map, self.stage_placement)
-        options = checked_options(edges, self.graph)
-        self._has_backward = modules_with_backward(self.graph, options)
-        self._edges = ModuleEdges(
-            self.graph,
-            self.module_to_grid_map,
-            self.stage_placement,
-            options,
-            self._named(placements, "placements"),
-            checked_traffic(traffic, self.graph.stage_edges),
-        )
-        boxes = {name: as_grid(self.module_to_grid_map[name]) for name in self.graph.order}
+        graph = self.graph = module_graph(topology, grids, given, self._named(skips, "skips"))
+        self.stage_placement = {name: tuple(given.get(name, range(graph.depth(name)))) for name in grids}
+        check_places(graph, grids, self.stage_placement)
+        options = checked_options(edges, graph)
+        self._has_backward = modules_with_backward(graph, options)
+        used, placed = checked_traffic(traffic, graph.stage_edges), self._named(placements, "placements")
+        self._edges = ModuleEdges(graph, grids, self.stage_placement, options, placed, used)
+        boxes = {name: as_grid(grids[name]) for name in graph.order}
         self.places = {name: box.place(rank, "pp") for name, box in boxes.items() if rank in box.ranks}
 
     def _named(self, given: Mapping[str, Any] | None, what: str) -> dict[str, Any]:
@@ -100,11 +90,6 @@ class ModulePipeline:
         if unknown := sorted(set(named) - set(self.module_to_grid_map)):
             raise BridgeError(f"{what} names modules {unknown}; known modules: {sorted(self.module_to_grid_map)}")
         return named
-
-    def _backend_of_grids(self) -> str | None:
-        """The backend that the grids name; None where they name none, or several."""
-        named = {getattr(grid, "backend", None) for grid in self.module_to_grid_map.values()} - {None}
-        return named.pop() if len(named) == 1 else None
 
     def _mapping(self, ndim: int) -> Mapping[str, int] | None:
         """The axes of an output: the last one is hidden, a 2-d one is ``[b*s, h]``."""

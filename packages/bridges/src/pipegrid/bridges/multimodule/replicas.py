@@ -29,8 +29,6 @@ class ModuleReplicas(ReplicaTraffic):
     """The lanes inside this rank's modules, and the bridges between modules, that lead to other replicas.
 
     Attributes:
-        inner: the edges inside this rank's modules, each with its chain.
-        ends: the modules of each edge between modules.
         make_bridge: makes a bridge without lanes from a replica of its source to one of its destination.
         open_lanes: of the transport, with the settings of the communicator.
         bridges: those that are open, by edge, replica of the source, and that of the destination.

@@ -87,7 +87,11 @@ class VTPCommunicator(VTPFunctions):
         self.stage, self.replica = topology.place_of(self.rank)
         self.config = as_config(config)
         self.deadline, self.fixed_shapes = self.config.deadline, self.config.fixed_shapes
-        self._check_config(config)
+        ring = getattr(config, "layerwise_disaggregated_training", None)
+        if ring is not None and bool(ring) is not topology.ring:
+            raise P2PUsageError(
+                f"layerwise_disaggregated_training is {ring!r}, but the topology has ring={topology.ring}"
+            )
         backend, self.device = resolve_device(backend, device, staged=self.config.staged)
         boundaries = topology.boundaries(self.replica)
         used = checked_traffic(traffic, [boundary.edge for boundary in boundaries])
@@ -142,13 +146,6 @@ class VTPCommunicator(VTPFunctions):
         for edge in edges:
             edge.attach(self.lanes)
             edge.groups = {spec: groups[spec] for spec in edge.wiring.group_specs}
-
-    def _check_config(self, given: Any) -> None:
-        wants_ring = getattr(given, "layerwise_disaggregated_training", None)
-        if wants_ring is not None and bool(wants_ring) is not self.topology.ring:
-            raise P2PUsageError(
-                f"layerwise_disaggregated_training is {wants_ring!r}, but the topology has ring={self.topology.ring}"
-            )
 
     @cached_property
     def job(self) -> JobTopology:

@@ -99,9 +99,7 @@ def number(*, least: float = 0.0, above: float | None = None) -> Rule:
             raise ValueError
         return real
 
-    return Rule(
-        convert, f"a finite number of at least {least:g}" if above is None else f"a finite number above {above:g}"
-    )
+    return Rule(convert, f"a finite number {f'of at least {least:g}' if above is None else f'above {above:g}'}")
 
 
 def _real(value: Any) -> float:
@@ -151,10 +149,10 @@ def checked(value: Any, annotation: Any, what: str, error: ErrorType) -> Any:
     Examples:
         >>> checked(8.0, float, "timeout", ValueError)
         8.0
-        >>> checked(0, Count, "num_positions", ValueError)
+        >>> checked(0, Count, "num_positions", StepArgumentError)
         Traceback (most recent call last):
             ...
-        ValueError: num_positions is 0; it must be an integer of at least 1
+        pipegrid.core.errors.StepArgumentError: num_positions is 0; it must be an integer of at least 1
     """
     check = _check_of(annotation)
     return value if check is None else check(value, what, error)

@@ -43,9 +43,7 @@ def _as_modules(value: Mapping[str, int] | Sequence[tuple[str, int]]) -> tuple[t
 def _as_edges(value: Mapping[str, Sequence[str]] | Sequence[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
     if not isinstance(value, Mapping):
         return tuple((src, dst) for src, dst in value)
-    feeds = {
-        src: checked(dsts, tuple[Name, ...], f"what {src!r} feeds", ModuleGraphError) for src, dsts in value.items()
-    }
+    feeds = {src: checked(fed, tuple[Name, ...], f"what {src!r} feeds", ModuleGraphError) for src, fed in value.items()}
     return tuple((src, dst) for src, dsts in feeds.items() for dst in dsts)
 
 

@@ -9,13 +9,14 @@ position.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 from attrs import frozen
 
 from pipegrid.core.edge import Edge
 
 Value = TypeVar("Value", bound=Hashable)
+Places: TypeAlias = Sequence[Hashable]
 
 
 @frozen
@@ -33,9 +34,7 @@ class Uses:
     held: tuple[int, ...] = ()
 
 
-def ways_of_value(
-    uses: Uses, placement: Sequence[Hashable], hosts: Sequence[Hashable] | None = None
-) -> tuple[Edge, ...]:
+def ways_of_value(uses: Uses, placement: Places, hosts: Places | None = None) -> tuple[Edge, ...]:
     """The edges by which a value comes to the stages that use it, ascending.
 
     One leads to each position that has not got it. With ``hosts``, what the position of each stage shares with those
@@ -64,7 +63,7 @@ def ways_of_value(
 
 
 def values_by_edge(
-    uses: Mapping[Value, Uses], placement: Sequence[Hashable], hosts: Sequence[Hashable] | None = None
+    uses: Mapping[Value, Uses], placement: Places, hosts: Places | None = None
 ) -> dict[Edge, tuple[Value, ...]]:
     """The values that travel along each edge, ascending, in the order of ``uses``.
 

@@ -26,10 +26,6 @@ class Box:
 
     Raises:
         BridgeError: lengths differ, or a start or extent is negative.
-
-    Examples:
-        >>> str(Box(start=(2, 0), shape=(1, 16)))
-        '[2:3, 0:16]'
     """
 
     start: tuple[Index, ...]
@@ -80,10 +76,8 @@ def overlaps(
 
     Each side lists its shards; a shard lists the ranges of the axis it holds, ascending, and stores them one
     after another. The result maps (source shard, destination shard) to triples (offset in the source's
-    storage, offset in the destination's storage, length). Linear in the number of ranges, after sorting.
-
-    Raises:
-        BridgeError: the shards of one side overlap or leave a gap, or the sides cover different ranges.
+    storage, offset in the destination's storage, length). Linear in the number of ranges, after sorting. `BridgeError`:
+    the shards of one side overlap or leave a gap, or the sides cover different ranges.
     """
     left, right = _laid_out(source, "source"), _laid_out(destination, "destination")
     covered, needed = ((side[0][0], side[-1][1]) if side else None for side in (left, right))

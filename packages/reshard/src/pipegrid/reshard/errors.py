@@ -7,12 +7,6 @@ class BridgeError(ValueError):
     Also a call that this rank, an edge or the state of a step does not have: an edge, a stage, a side or a verb of
     other ranks; a gradient, or an activation that requires one, on an edge without backward; a gradient for which no
     activation is in flight.
-
-    Examples:
-        >>> Shard("b", order="zigzag")
-        Traceback (most recent call last):
-            ...
-        pipegrid.reshard.errors.BridgeError: Shard('b').order is 'zigzag'; replicas are contiguous blocks
     """
 
 

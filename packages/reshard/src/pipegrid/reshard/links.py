@@ -86,12 +86,7 @@ def leaders(givers: Sequence[int], takers: Sequence[int], *, backward: bool) -> 
 
 @frozen(field_transformer=checked_fields(BridgeError))
 class Choice:
-    """A strategy, and the figures by which ``"auto"`` decides.
-
-    Attributes:
-        strategy: of sending copies (`plan_reshard`).
-        leader_below: bytes below which ``"auto"`` takes a leader, where the links are not known.
-        links: speeds, where they are known.
+    """A strategy of sending copies, and the figures by which ``"auto"`` decides: arguments of `plan_reshard`.
 
     Examples:
         >>> Choice("auto", leader_below=4096).leads([0, 1], [2, 3], nbytes=1024, backward=False)
@@ -113,8 +108,7 @@ class Choice:
             return self.strategy == "leader"
         if self.links is None:
             return nbytes < self.leader_below
-        direct = [
-            (givers[i], takers[j], float(nbytes * (high - low))) for i, j, low, high in shares(len(givers), len(takers))
-        ]
+        parts = shares(len(givers), len(takers))
+        direct = [(givers[i], takers[j], float(nbytes * (high - low))) for i, j, low, high in parts]
         alone = [(*leaders(givers, takers, backward=backward), float(nbytes))]
         return self.links.seconds(alone) < self.links.seconds(direct)

@@ -7,12 +7,15 @@ of each: an encoder on the same ranks as a language model of two stages makes tw
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeAlias
 
 from attrs import frozen
 
 from pipegrid.core import Edge, ModuleGraph
 from pipegrid.reshard.errors import BridgeError
 from pipegrid.reshard.side import GridLike, Side, as_grid
+
+Grids: TypeAlias = Mapping[str, GridLike]
 
 
 @frozen
@@ -29,9 +32,7 @@ class Positions:
     placement: tuple[tuple[int, ...], ...]
 
 
-def check_places(
-    graph: ModuleGraph, grids: Mapping[str, GridLike], stage_placement: Mapping[str, Sequence[int]]
-) -> None:
+def check_places(graph: ModuleGraph, grids: Grids, stage_placement: Mapping[str, Sequence[int]]) -> None:
     """Raise `BridgeError` unless each stage has a place in its module's pipeline, and each place a stage.
 
     Examples:
@@ -55,9 +56,7 @@ def check_places(
             )
 
 
-def positions_of(
-    graph: ModuleGraph, grids: Mapping[str, GridLike], stage_placement: Mapping[str, Sequence[int]]
-) -> Positions:
+def positions_of(graph: ModuleGraph, grids: Grids, stage_placement: Mapping[str, Sequence[int]]) -> Positions:
     """The positions of modules on ``grids``, with their stages at the places of ``stage_placement``; errors of these.
 
     Examples:

@@ -103,12 +103,6 @@ class GridLike(Protocol):
     """The part of `pipegrid.topology.grid.Grid` that a side reads: the first dim varies fastest.
 
     Its ranks are consecutive, or those of an attribute ``ranks``, ascending.
-
-    Examples:
-        >>> from pipegrid.topology import HyperCommGrid
-        >>> grid: GridLike = HyperCommGrid([2, 2], ["tp", "dp"], world_size=4)
-        >>> boundary_side(grid, "source").ranks
-        (0, 1, 2, 3)
     """
 
     @property
@@ -149,18 +143,10 @@ class Side:
     of them.
 
     Attributes:
-        name: of the module.
-        base: the first rank.
         dims: major first: where two dims shard one axis, the later one cuts what the earlier one left.
         lane_weights: in which proportion the replicas share the batch, for instance samples per replica; by default
             equally.
         members: the ranks, where they are not those of a formula.
-
-    Examples:
-        >>> from pipegrid.topology import HyperCommGrid
-        >>> side = boundary_side(HyperCommGrid([2, 2], ["tp", "dp"], world_size=4), "source")
-        >>> side.ranks, [dim.name for dim in side.dims]
-        ((0, 1, 2, 3), ['dp', 'tp'])
     """
 
     name: str
@@ -220,10 +206,8 @@ class Side:
         `BridgeError`: the batch is shared out otherwise: by another dim, or unequally.
         """
         own = [dim for dim in self.dims if dim.name == REPLICAS or dim.placement == Shard(BATCH)]
-        if (
-            any(dim.name != REPLICAS or dim.placement != Shard(BATCH) for dim in own)
-            or len({*(self.lane_weights or ())}) > 1
-        ):
+        uneven = len({*(self.lane_weights or ())}) > 1
+        if uneven or any(dim.name != REPLICAS or dim.placement != Shard(BATCH) for dim in own):
             raise BridgeError(
                 f"side {self.name!r} ({self}) has no replicas that make the same: only {REPLICAS!r} may share out the "
                 "batch, in equal parts"
@@ -255,9 +239,8 @@ class Side:
             return ()
         groups: dict[tuple[int, ...], list[int]] = {}
         for coords in self._coords():
-            key = tuple(
-                coord for dim, coord in zip(self.dims, coords, strict=True) if not isinstance(dim.placement, Partial)
-            )
+            placed = zip(self.dims, coords, strict=True)
+            key = tuple(coord for dim, coord in placed if not isinstance(dim.placement, Partial))
             groups.setdefault(key, []).append(self._rank_at(coords))
         return tuple(sorted(tuple(sorted(ranks)) for ranks in groups.values()))
 
@@ -325,14 +308,13 @@ def _cut(held: Sequence[Interval], parts: int, order: Order) -> list[tuple[Inter
 def replica_side(side: Side, replica: int) -> Side:
     """The ranks of one replica of ``side``, as a side of their own.
 
-    Raises:
-        BridgeError: as `Side.replica_dim`; or there is no such replica.
+    `BridgeError`: as `Side.replica_dim`; or there is no such replica.
 
     Examples:
         >>> from pipegrid.topology import HyperCommGrid
-        >>> side = boundary_side(HyperCommGrid([2, 2], ["tp", "dp"], world_size=4), "source")
-        >>> replica_side(side, 1).ranks
-        (2, 3)
+        >>> side: Side = boundary_side(HyperCommGrid([2, 2], ["tp", "dp"], world_size=4), "source")
+        >>> side.ranks, replica_side(side, 1).ranks
+        ((0, 1, 2, 3), (2, 3))
     """
     own = side.replica_dim
     if replica not in range(own.size if own else 1):
@@ -346,7 +328,8 @@ def as_grid(grid: Any, what: str = "the grid") -> Grid:
 
     Examples:
         >>> from pipegrid.topology import HyperCommGrid
-        >>> as_grid(HyperCommGrid([2], ["dp"], world_size=2)).ranks
+        >>> grid: GridLike = HyperCommGrid([2], ["dp"], world_size=2)
+        >>> as_grid(grid).ranks
         range(0, 2)
     """
     found: GridLike = checked(grid, _GRID, what, BridgeError)

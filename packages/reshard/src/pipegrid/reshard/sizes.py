@@ -43,8 +43,7 @@ SPLIT_SIZES = "_mimo_bridge_split_sizes"
 def marked_samples(tensor: Any) -> tuple[int, ...] | None:
     """The rows of each sample by the attribute `SPLIT_SIZES` of a tensor; None of one without it.
 
-    Raises:
-        ShapeError: the attribute has something else than numbers of rows.
+    `ShapeError`: the attribute has something else than numbers of rows.
 
     Examples:
         >>> from types import SimpleNamespace
@@ -60,12 +59,7 @@ def marked_samples(tensor: Any) -> tuple[int, ...] | None:
 
 
 def as_axis_of(dim_mapping: Mapping[str, int]) -> dict[str, int]:
-    """The axis of each name, that of the batch among them.
-
-    Examples:
-        >>> as_axis_of({"s": 1, "b": 0, "h": 2})
-        {'s': 1, 'b': 0, 'h': 2}
-    """
+    """The axis of each name, that of the batch among them."""
     mapping = {
         name: checked(axis, Index, f"the axis of {name!r} in dim_mapping", BridgeError)
         for name, axis in dim_mapping.items()
@@ -107,7 +101,7 @@ def axis_names(ndim: int, dim_mapping: Mapping[str, int] | None = None) -> AxisN
             neither is the batch.
 
     Examples:
-        >>> axis_names(3), axis_names(2, {"s": 1, "b": 0, "h": 2})
+        >>> axis_names(3), axis_names(2, as_axis_of({"s": 1, "b": 0, "h": 2}))
         ((('b',), ('s',), ('h',)), (('b', 's'), ('h',)))
     """
     ndim = checked(ndim, _Axes, "tensor_ndim", BridgeError)
@@ -184,9 +178,8 @@ def destination_units(src: Side, dst: Side, sizes: Sizes, units: Sequence[int]) 
         return _one_per_lane("dst_lanes", sizes.dst_lanes, dst)
     if sizes.cut == "lane" or src.lane_weights is not None or dst.lane_weights is not None:
         return None
-    return (
-        replica_sizes(sizes.units, dst.num_lanes) if tuple(units) == replica_sizes(sizes.units, src.num_lanes) else None
-    )
+    even = replica_sizes(sizes.units, src.num_lanes)
+    return replica_sizes(sizes.units, dst.num_lanes) if tuple(units) == even else None
 
 
 def source_units(src: Side, sizes: Sizes) -> tuple[int, ...]:

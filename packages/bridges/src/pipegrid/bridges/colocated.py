@@ -18,20 +18,11 @@ from pipegrid.bridges.collectives import CollectiveWaits, abort_groups, close_gr
 from pipegrid.bridges.replication import ReplicationCheck
 from pipegrid.bridges.steps import Completing, pack, unpack
 from pipegrid.core.fields import Index, checked, checked_fields, shown
-from pipegrid.reshard import (
-    BATCH,
-    GridLike,
-    RankPart,
-    ReshardPlan,
-    Sizes,
-    as_axis_of,
-    as_grid,
-    axis_names,
-    boundary_side,
-    marked_samples,
-    plan_reshard,
-)
 from pipegrid.reshard.errors import BridgeError, ShapeError
+from pipegrid.reshard.part import RankPart
+from pipegrid.reshard.plan import ReshardPlan, plan_reshard
+from pipegrid.reshard.side import BATCH, GridLike, as_grid, boundary_side
+from pipegrid.reshard.sizes import Sizes, as_axis_of, axis_names, marked_samples
 from pipegrid.topology import GroupSpec
 from pipegrid.topology.grid import span_of
 from pipegrid.transport.collectives.differences import difference

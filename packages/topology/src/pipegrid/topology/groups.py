@@ -11,7 +11,7 @@ from datetime import timedelta
 from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
-from attrs import field, frozen
+from attrs import asdict, evolve, field, frozen
 
 from pipegrid.core.fields import Index, Name, Rule, checked, checked_fields
 from pipegrid.topology.addresses import gloo_interface, server_of
@@ -215,17 +215,10 @@ def unconnected_group(ranks: Sequence[int], label: str) -> ProcessGroup:
     from pipegrid.topology import torch_compat as compat
 
     options = group_options()
+    alone = evolve(options, pg_options=compat.unconnected_options(options.backend), group_desc=label)
+    name = compat.free_name(f"pipegrid/places/{label} from rank {ranks[0]}")
     with compat.unconnected():
-        return compat.make_group(
-            ranks=ranks,
-            name=compat.free_name(f"pipegrid/places/{label} from rank {ranks[0]}"),
-            backend=options.backend,
-            timeout=options.timeout,
-            creation_timeout=options.creation_timeout,
-            pg_options=compat.unconnected_options(options.backend),
-            group_desc=label,
-            connects=False,
-        )
+        return compat.make_group(ranks=ranks, name=name, connects=False, **asdict(alone, recurse=False))
 
 
 def _create(spec: GroupSpec, options: GroupOptions, members: Rendezvous) -> ProcessGroup:
@@ -245,15 +238,8 @@ def _create(spec: GroupSpec, options: GroupOptions, members: Rendezvous) -> Proc
     connected = f"{name}/connected"
     try:
         with compat.over(interface):
-            group = compat.make_group(
-                ranks=spec.ranks,
-                name=name,
-                backend=options.backend,
-                timeout=options.timeout,
-                creation_timeout=options.creation_timeout,
-                pg_options=options.pg_options,
-                group_desc=options.group_desc or spec.label,
-            )
+            described = evolve(options, group_desc=options.group_desc or spec.label)
+            group = compat.make_group(ranks=spec.ranks, name=name, **asdict(described, recurse=False))
     except SilentStoreError:
         if reason := reason_to_give_up()():
             raise GroupConnectionError(f"rank {members.rank} gave up group {spec.label!r}: {reason}") from None

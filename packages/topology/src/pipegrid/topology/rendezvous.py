@@ -44,10 +44,8 @@ class Rendezvous:
         """The names and addresses of the other members' hosts, from their arrival records under ``key``."""
         for other in self.ranks:
             if other != self.rank:
-                text = bounded(
-                    self.store.get, f"{key}/{sequence}/arrived/{other}", seconds=_GRACE, name="pipegrid-hosts"
-                )
-                name, address = json.loads(text)
+                record = f"{key}/{sequence}/arrived/{other}"
+                name, address = json.loads(bounded(self.store.get, record, seconds=_GRACE, name="pipegrid-hosts"))
                 yield str(name), str(address)
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TypeAlias
 
 from attrs import evolve, frozen
@@ -42,17 +42,8 @@ class BridgeWiring:
     @cached_property
     def routes(self) -> dict[Direction, tuple[Route, ...]]:
         """The pairs (sending rank, receiving rank) of which this rank is one, ascending, by direction."""
-        return {
-            direction: routes(
-                self.src,
-                self.dst,
-                self.axes,
-                backward=direction is Direction.BACKWARD,
-                strategy=self.strategy,
-                rank=self.rank,
-            )
-            for direction in self.directions
-        }
+        found = partial(routes, self.src, self.dst, self.axes, strategy=self.strategy, rank=self.rank)
+        return {way: found(backward=way is Direction.BACKWARD) for way in self.directions}
 
     def receivers(self, direction: Direction) -> tuple[int, ...]:
         """The ranks that may receive a part of this rank's tensor in that direction, ascending."""

@@ -124,13 +124,10 @@ class ColocatedBridgeCommunicator:
         self._make_groups(backend, timeout, deadline, check_replicated=check_replicated)
         _, device = resolve_device(backend, None)
         self._waits = CollectiveWaits(self._label, self._rank, device, deadline, _TASK)
-        self._check = (
-            ReplicationCheck(
-                self._src, self._rank, check_every, self._group("check"), self._group("shapes"), self._waits
-            )
-            if check_replicated
-            else None
-        )
+        self._check: ReplicationCheck | None = None
+        if check_replicated:
+            groups = self._group("check"), self._group("shapes")
+            self._check = ReplicationCheck(self._src, self._rank, check_every, *groups, self._waits)
 
     def _validate_grids(self) -> None:
         src, dst = self._boxes

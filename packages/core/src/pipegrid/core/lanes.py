@@ -215,9 +215,8 @@ def communicators_of(
 
     Where positions have several ranks, a communicator of the plan is one for each set of ranks that its lanes join.
 
-    Raises:
-        P2PUsageError: a lane that carries none of the `LaneSharing`; or two of the same ranks that carry one lane of
-            the plan, whose messages would follow the order of their labels.
+    `P2PUsageError`: a lane that carries none of the `LaneSharing`; or two of the same ranks that carry one lane of the
+    plan, whose messages would follow the order of their labels.
     """
     numbers = kind.numbers if isinstance(kind, LaneSharing) else {}
     bundles: dict[object, list[LaneSpec]] = {}
@@ -270,8 +269,7 @@ def placed(placement: Any, count: int) -> tuple[int, ...]:
 def placed_stages(placement: Any, count: int, graph: ModuleGraph | None) -> tuple[int, ...] | None:
     """The index among ``count`` ranks of each stage: as given, of a graph round and round, or None of a chain.
 
-    Raises:
-        P2PUsageError: as `placed`; or a placement of another number of stages than the graph has.
+    `P2PUsageError`: as `placed`; or a placement of another number of stages than the graph has.
     """
     if graph is None:
         return None if placement is None else placed(placement, count)
@@ -289,12 +287,10 @@ def pipeline_lanes(
     placement: Sequence[int] | None = None,
     traffic: Iterable[tuple[Edge, Direction]] | None = None,
 ) -> tuple[LaneSpec, ...]:
-    """The lanes of a pipeline on ``ranks`` (global): one per ordered neighbour pair and direction, ascending.
+    """The lanes of a pipeline on ``ranks`` (global, in order): one per ordered neighbour pair and direction, ascending.
 
-    Args:
-        ranks: the ranks of the pipeline, in order.
-        placement: the index in ``ranks`` of each stage; None is cyclic, with lanes from the last rank to the first.
-        traffic: the edges and directions that a plan uses; None is all of them.
+    ``placement`` has the index in ``ranks`` of each stage; None is cyclic, with lanes from the last rank to the first.
+    ``traffic`` has the edges and directions that a plan uses; None is all of them.
     """
     count = len(ranks)
     stages = tuple(range(count)) if placement is None else placed(placement, count)

@@ -126,11 +126,8 @@ def meeting_classes(
         for pairs in itertools.product(*pairs_per_cut):
             if pairs not in seen:
                 seen.add(pairs)
-                yield (
-                    _class_key(src, [i for i, _ in pairs], cuts),
-                    _class_key(dst, [j for _, j in pairs], cuts),
-                    pairs,
-                )
+                give = _class_key(src, [i for i, _ in pairs], cuts)
+                yield give, _class_key(dst, [j for _, j in pairs], cuts), pairs
 
 
 def _shard_indices(side: Side, key: ClassKey, cuts: Sequence[Cut[Point]]) -> list[int]:
@@ -157,11 +154,8 @@ def pieces(pairs: Sequence[tuple[int, int]], cuts: Sequence[Cut[int]]) -> list[t
     """The boxes (in the source's tensor, in the destination's) in which two shards of every axis overlap."""
     per_axis = [cut.meetings[pair] for pair, cut in zip(pairs, cuts, strict=True)]
     return [
-        (
-            Box(tuple(t[0] for t in triples), tuple(t[2] for t in triples)),
-            Box(tuple(t[1] for t in triples), tuple(t[2] for t in triples)),
-        )
-        for triples in itertools.product(*per_axis)
+        (Box(source, shape), Box(destination, shape))
+        for source, destination, shape in (zip(*triples, strict=True) for triples in itertools.product(*per_axis))
     ]
 
 

@@ -14,16 +14,8 @@ from pipegrid.topology.job.roles import MIMO_LANGUAGE_MODULE_KEY
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-_DIMS: dict[str, tuple[str, ...]] = {
-    "tp": ("tp",),
-    "cp": ("cp",),
-    "pp": ("pp",),
-    "dp": ("dp",),
-    "mp": ("tp", "pp"),
-    "tp_cp": ("tp", "cp"),
-    "dp_cp": ("dp", "cp"),
-    "tp_dp_cp": ("tp", "dp", "cp"),
-}
+_DIMS = {name: tuple(name.split("_")) for name in ("tp", "cp", "pp", "dp", "tp_cp", "dp_cp", "tp_dp_cp")}
+_DIMS["mp"] = ("tp", "pp")
 # In the view of the experts.
 _EXPERT_DIMS: dict[str, tuple[str, ...]] = {
     "ep": ("ep",),
@@ -177,13 +169,9 @@ class MultiModuleProcessGroupCollection:
         views = {} if expert_views is None else expert_views
         if not views.keys() <= grids.keys():
             raise PlacementError(f"expert_views has modules {list(views)}; those with grids are {list(grids)}")
-        return cls(
-            {
-                module: ProcessGroupCollection.from_grid(grid, *names, expert_view=views.get(module))
-                for module, grid in grids.items()
-                if grid.is_current_rank_in_grid()
-            }
-        )
+        here = {module: grid for module, grid in grids.items() if grid.is_current_rank_in_grid()}
+        made = ProcessGroupCollection.from_grid
+        return cls({module: made(grid, *names, expert_view=views.get(module)) for module, grid in here.items()})
 
     @property
     def language(self) -> ProcessGroupCollection | None:

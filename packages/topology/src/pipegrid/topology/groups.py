@@ -268,10 +268,7 @@ def control_store(label: str, *, timeout: timedelta = _CONNECT) -> Store:
     Every rank that gives ``label`` sees the same keys; another label is another key space, so give each attempt of a
     job its own. The store has a connection of its own: a thread may use it while others wait on the default store.
     In a dry run (backend ``fake``) no other rank exists: the store is new with each call, and of this process alone.
-
-    Args:
-        label: of the key space.
-        timeout: for the connection to the process that has the default group's store, which may have ended.
+    ``timeout`` is for the connection to the process that has the default group's store, which may have ended.
 
     Raises:
         GroupStoreError: that process did not answer in time.

@@ -323,13 +323,9 @@ def create_grid_groups(
 
     Every rank calls this with the same requests. The order of creation is computed from all of them, so grids
     that overlap cannot block each other, and groups of different grids with the same ranks and options are
-    one real group, destroyed with the last grid that holds it.
-
-    Args:
-        requests: per grid the groups to create: dims (a name, or several) or, for a view, a `GroupRequest`.
-        timeout: as in `HyperCommGrid.create_pg`.
-        pg_options: as in `HyperCommGrid.create_pg`; one object serves all groups.
-        group_desc: as in `HyperCommGrid.create_pg`.
+    one real group, destroyed with the last grid that holds it. ``requests`` has the groups to create of each: dims (a
+    name, or several) or, for a view, a `GroupRequest`; the other arguments are those of `HyperCommGrid.create_pg`, and
+    one object of ``pg_options`` serves all groups.
 
     Raises:
         GridKeyError: a grid has one of the groups already, or a request occurs twice.

@@ -71,11 +71,8 @@ class Rendezvous:
         """Wait until all members have arrived; return how often they had passed the barrier ``key`` before.
 
         Four short store operations per member, whatever the size of the group. They run in a thread of their own: a
-        store whose host has stopped answers no operation, and torch's timeouts do not end the call then.
-
-        Args:
-            key: of the barrier.
-            step: the verb of the error: what the missing ranks did not do.
+        store whose host has stopped answers no operation, and torch's timeouts do not end the call then. ``step`` is
+        the verb of the error: what the missing ranks did not do.
 
         Raises:
             GroupCreationTimeoutError: some members did not arrive in time, which it names, or `giving_up` has a

@@ -14,10 +14,10 @@ from attrs import evolve, frozen
 from pipegrid.bridges.bridge.options import EdgeOptions
 from pipegrid.bridges.bridge.plans import Announcement, LeafNote, Number, PlanPair, ShapePlans, encode
 from pipegrid.bridges.bridge.receive import with_gradient
-from pipegrid.bridges.bridge.structure import Axes, Folded, Leaf, Packed, Structure, Whole, in_words, samples_of
+from pipegrid.bridges.bridge.structure import Axes, Folded, Leaf, Packed, Structure, Whole, in_words
 from pipegrid.bridges.bridge.wiring import BridgeWiring
 from pipegrid.core import Direction, Index, checked
-from pipegrid.reshard import BridgeError, RankPart, ShapeError
+from pipegrid.reshard import BridgeError, Choice, RankPart, ShapeError, marked_samples
 
 _FORWARD, _BACKWARD = Direction.FORWARD, Direction.BACKWARD
 
@@ -109,7 +109,7 @@ class Leaves:
         if tensor.requires_grad and not (self.backward and leaf.declared.gradient):
             what = "the tensor" if is_tensor else "it"
             raise BridgeError(f"{where} was declared without gradient, but {what} requires grad; detach it")
-        samples = samples_of(value)
+        samples = value.samples if isinstance(value, Packed) else marked_samples(value)
         if samples is not None and leaf.adds_batch_axis:
             raise ShapeError(f"{where} is Packed, but {leaf.declared} has no batch axis")
         return Announcement.of(tensor, samples)
@@ -126,10 +126,9 @@ class Leaves:
 
     def outgoing(self, notes: Sequence[LeafNote]) -> Microbatch:
         """The transfers of the leaves, from the announcements of this rank."""
-        return tuple(map(self._outgoing, range(len(notes)), notes))
+        return tuple(map(self._outgoing, self.structure.leaves, self.plans, notes))
 
-    def _outgoing(self, index: int, note: LeafNote) -> LeafTransfer:
-        leaf, plans = self.structure.leaves[index], self.plans[index]
+    def _outgoing(self, leaf: Leaf, plans: ShapePlans, note: LeafNote) -> LeafTransfer:
         if isinstance(note, Number):
             return LeafTransfer(None, None, note.value, None, gradient=False)
         dtype = getattr(torch, note.dtype)
@@ -237,7 +236,8 @@ def leaves_of(
     Without a payload there is one, the ``tensor``; None is a tensor with the axes of the wiring.
     """
     structure = options.structure or Structure(tensor or Axes(*wiring.axes), is_tensor=True)
-    rest = options.choice, options.comm_dtype, variable, options.shape
+    choice = Choice(options.strategy, options.leader_below, options.links)
+    rest = choice, options.comm_dtype, variable, options.shape
     plans = [
         ShapePlans(name if structure.is_tensor else f"{name}, payload{leaf.path}", wired, *rest)
         for leaf, wired in zip(structure.leaves, wiring.leaves, strict=True)

@@ -20,7 +20,7 @@ from typing import Any, TypeAlias
 from attrs import evolve, field, frozen
 
 from pipegrid.core.fields import Index, checked_fields, shown
-from pipegrid.reshard import BATCH, AxisNames, BridgeError, Partial, ShapeError, Shard, Side, as_axes, marked_samples
+from pipegrid.reshard import BATCH, AxisNames, BridgeError, Partial, ShapeError, Shard, Side, as_axes
 from pipegrid.transport.messages.trees import Tree, describe, flatten, places, select, unflatten
 
 Declared: TypeAlias = Any
@@ -152,11 +152,6 @@ class Packed:
 
     tensor: Any
     samples: tuple[Index, ...]
-
-
-def samples_of(value: Any) -> tuple[int, ...] | None:
-    """The rows of each sample of a `Packed` tensor, or of one that is marked with them (`marked_samples`)."""
-    return value.samples if isinstance(value, Packed) else marked_samples(value)
 
 
 @frozen

@@ -206,6 +206,9 @@ class MultiModulePipelineCommunicator(ModulePipeline, EdgeCommunicator):
     @cached_property
     def job(self) -> JobTopology:
         """The graph of modules with its positions, and this rank's stages."""
+        dims = {
+            name: dict(zip(grid.dim_names, grid.shape, strict=True)) for name, grid in self.module_to_grid_map.items()
+        }
         return JobTopology(
             total_stages=self.total_stages,
             current_stage=self.current_stage,
@@ -216,10 +219,7 @@ class MultiModulePipelineCommunicator(ModulePipeline, EdgeCommunicator):
             forward_edges=self.forward_edges,
             payload_edges=self.payload_edges,
             frozen_modules=self.frozen_modules,
-            dims={
-                name: dict(zip(grid.dim_names, grid.shape, strict=True))
-                for name, grid in self.module_to_grid_map.items()
-            },
+            dims=dims,
             lanes=self.config.communicators,
             replica=self._replica,
         )
@@ -260,18 +260,16 @@ class MultiModulePipelineCommunicator(ModulePipeline, EdgeCommunicator):
     def recv_forward(self, tensor_shape: Any = None, is_first_stage: bool = False) -> Tensors:
         """The next activations of this rank's modules, by name; no entry for a module that nothing feeds here.
 
-        Args:
-            tensor_shape: the shape that is expected inside of modules, or a dict by name for any entry.
-            is_first_stage: True on a rank that holds no first stage of the pipeline is an error.
+        ``tensor_shape`` is what is expected inside of modules, or a dict by name for any entry. ``is_first_stage`` on a
+        rank that holds no first stage of the pipeline is an error.
         """
         return self._exchange(receive=partial(self._dicts.receive_forward, tensor_shape), first=is_first_stage)
 
     def send_forward(self, output_dict: Tensors, is_last_stage: bool = False) -> None:
         """Send the outputs of this rank's modules, by name, to the next stages of each module.
 
-        Args:
-            output_dict: module name to tensor. Entries of sinks are legal; nothing is sent for them.
-            is_last_stage: True on a rank that holds no last stage of the pipeline is an error.
+        Entries of sinks are legal; nothing is sent for them. ``is_last_stage`` on a rank that holds no last stage of
+        the pipeline is an error.
 
         Raises:
             MissingTensorError: no entry for a module that sends here, or one for a module that is not here.

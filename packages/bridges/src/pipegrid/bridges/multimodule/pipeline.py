@@ -102,14 +102,8 @@ class ModulePipeline:
         option = self._edges.options[ends]
         declared = 3 if option.shape is None else len(option.shape)
         ndim = option.tensor_ndim or self.module_output_ndim.get(ends[0], declared)
-        of_source, of_destination = self._edges.placements_at(ends)
-        return evolve(
-            option,
-            tensor_ndim=ndim,
-            dim_mapping=option.dim_mapping or self._mapping(ndim),
-            src_placements=of_source,
-            dest_placements=of_destination,
-        )
+        dims, (src, dst) = option.dim_mapping or self._mapping(ndim), self._edges.placements_at(ends)
+        return evolve(option, tensor_ndim=ndim, dim_mapping=dims, src_placements=src, dest_placements=dst)
 
     @cached_property
     def positions(self) -> Positions:

@@ -130,13 +130,8 @@ class VTPCommunicator(VTPFunctions):
             for edge in edges
             for spec in edge.wiring.lane_specs
         }
-        self.lanes = open_lanes(
-            declared,
-            declared=declared,
-            config=evolve(lane_config(self.config, variable=variable), pipeline_dtype=self.config.pipeline_dtype),
-            backend=backend,
-            device=self.device,
-        )
+        config = evolve(lane_config(self.config, variable=variable), pipeline_dtype=self.config.pipeline_dtype)
+        self.lanes = open_lanes(declared, declared=declared, config=config, backend=backend, device=self.device)
         with ExitStack() as undo:  # after an error of the groups there are no lanes either
             undo.callback(self.lanes.close)
             specs = [spec for edge in edges for spec in edge.wiring.group_specs]

@@ -41,9 +41,7 @@ class VTPFunctions(EdgeCommunicator):
     in its order, cyclic) chooses the boundary across which lies the stage that holds them. All ranks of both stages
     exchange their slices all the same, whichever of them are named. Another rank is a `BridgeError`.
 
-    Attributes:
-        _boundaries: those of this rank's stage in its replica.
-        _arriving: the exchanges in which this rank receives, by edge and direction.
+    ``_arriving`` has the exchanges in which this rank receives, by edge and direction.
     """
 
     topology: VTPTopology

@@ -187,12 +187,10 @@ class VTPTopology:
 
     def replica(self, index: int) -> tuple[VTPStage, ...]:
         """The stages of one replica of the pipeline."""
-        index = range(self.dp)[index]
+        index, parts = range(self.dp)[index], zip(self.stage_ranks, self.tp_sizes, self.cuts_sequence, strict=True)
         return tuple(
             VTPStage(f"stage {stage}", ranks[index * size : (index + 1) * size], cuts)
-            for stage, (ranks, size, cuts) in enumerate(
-                zip(self.stage_ranks, self.tp_sizes, self.cuts_sequence, strict=True)
-            )
+            for stage, (ranks, size, cuts) in enumerate(parts)
         )
 
     @cached_property

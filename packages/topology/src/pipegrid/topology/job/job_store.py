@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING
 
 from pipegrid.core.fields import Name, checked
@@ -26,9 +27,7 @@ VARIABLE = "PIPEGRID_STORE"
 def serve_store(host: str = "localhost", port: int = 0) -> Iterator[str]:
     """Serve a store in this process; its address, ``host:port``, which child processes find in their environment.
 
-    Args:
-        host: a name of this machine by which the ranks reach it.
-        port: 0: any free one.
+    The ranks reach this machine by the name ``host``; ``port`` 0 is any free one.
     """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, untyped
 
@@ -47,10 +46,7 @@ def serve_store(host: str = "localhost", port: int = 0) -> Iterator[str]:
 def job_store(label: str, *, address: str | None = None, timeout: timedelta = timedelta(seconds=60)) -> Store:
     """The keys under ``label`` of the store that `serve_store` serves, over a connection of its own.
 
-    Args:
-        label: of the key space; each attempt of a job has its own.
-        address: ``host:port``; None: that of the environment.
-        timeout: for the connection.
+    Each attempt of a job has its own label. ``address`` is ``host:port``; None: that of the environment.
 
     Raises:
         GridError: no address.
@@ -67,11 +63,8 @@ def job_store(label: str, *, address: str | None = None, timeout: timedelta = ti
         )
     label = checked(label, Name, "label", GridError)
     try:
-        store = bounded(
-            lambda: TCPStore(host, int(port), is_master=False, timeout=timeout),
-            seconds=timeout.total_seconds() + 1,
-            name="pipegrid-connect",
-        )
+        connect = partial(TCPStore, host, int(port), is_master=False, timeout=timeout)
+        store = bounded(connect, seconds=timeout.total_seconds() + 1, name="pipegrid-connect")
     except RuntimeError as error:
         refused = f"the job's store at {given} took no connection for {label!r}"
         raise GroupConnectionError(f"{refused}: {str(error).splitlines()[0]}") from error

@@ -52,15 +52,8 @@ def place(
     placed = {name: Grid(tuple(dims.values()), tuple(dims), starts[name]) for name, dims in modules.items()}
     problems = [*_overlaps(placed), *_uncovered(placed, world_size)]
     if problems:
-        rows = [
-            (
-                name,
-                " ".join(f"{dim}={size}" for dim, size in modules[name].items()),
-                str(grid.size),
-                span_of(grid.ranks),
-            )
-            for name, grid in placed.items()
-        ]
+        texts = {name: " ".join(f"{dim}={size}" for dim, size in dims.items()) for name, dims in modules.items()}
+        rows = [(name, texts[name], str(grid.size), span_of(grid.ranks)) for name, grid in placed.items()]
         table = text_table(("module", "dimensions", "size", "ranks"), rows)
         raise PlacementError(f"the modules do not fit a world of {world_size} ranks: {'; '.join(problems)}.\n{table}")
     return {

@@ -133,13 +133,10 @@ class RankRole:
     def build(
         cls, modality_module_names: Sequence[str], module_to_grid_map: Mapping[str, HyperCommGrid] | None = None
     ) -> Self:
-        """The role of this rank, under the name that Megatron has for it now: `from_grid_map`.
+        """The role of this rank, under the name that Megatron has for it now: `from_grid_map`, with its errors.
 
         Without grids every module, "language" among them, is on all ranks, first and last stage, and the mode is
         COLOCATED.
-
-        Raises:
-            PlacementError, WorldError: as `from_grid_map`.
         """
         if module_to_grid_map is not None:
             return cls.from_grid_map(module_to_grid_map, modality_module_names)

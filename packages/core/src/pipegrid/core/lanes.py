@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from operator import attrgetter
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 from attrs import define, field, frozen
@@ -114,10 +115,6 @@ class Tally:
             self.bytes += tensor.nbytes
 
 
-def _direction_key(direction: Direction) -> str:
-    return direction.value
-
-
 @frozen(order=True, cache_hash=True, field_transformer=checked_fields(P2PUsageError))
 class PositionLane:
     """One direction of traffic from one position of a plan to another, first in, first out.
@@ -132,7 +129,7 @@ class PositionLane:
 
     source: Index
     destination: Index
-    direction: Direction = field(order=_direction_key)
+    direction: Direction = field(order=attrgetter("value"))
 
     def __str__(self) -> str:
         return f"{self.direction.value}{self.source}>{self.destination}"

@@ -14,9 +14,8 @@ import sys
 from collections.abc import Sequence
 
 from pipegrid.core.parser import Parser
-from pipegrid.topology.job.describe import describe
 from pipegrid.topology.job.job_store import serve_store
-from pipegrid.topology.job.placement import place
+from pipegrid.topology.job.placement import describe, place
 
 _MODULE = re.compile(r"(?P<name>[^@:=,]+)(@(?P<offset>\d+))?:(?P<dims>[^=,]+=\d+(,[^=,]+=\d+)*)")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from attrs import define, field
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @define(eq=False)
 class SharedGroup:
-    """A real group and the number of grids that hold it; it is destroyed with the last one."""
+    """A real group and the number of its holders, grids or another owner; it is destroyed with the last one."""
 
     group: ProcessGroup
     ranks: tuple[int, ...]
@@ -67,10 +67,6 @@ class GridGroups:
         if shared is not None and all(shared is not other for other in self.real):
             shared.holders += 1
         self._groups[request] = shared
-
-    def adopt(self, request: GroupRequest, group: ProcessGroup, ranks: Sequence[int]) -> None:
-        """Hold a group with another owner, which this grid never destroys."""
-        self.hold(request, SharedGroup(group, tuple(ranks), "adopted", holders=1))
 
     def use(self, request: GroupRequest, *, new: bool) -> None:
         """One user more, for whom the group is ``new`` or was there; one that was there before any user stays."""

@@ -302,7 +302,8 @@ class HyperCommGrid:
         grid = cls(tuple(mesh.mesh.shape)[::-1], names[::-1], ranks=ranks)
         if grid.is_current_rank_in_grid():
             for name in grid.dim_names:
-                grid._groups.adopt(GroupRequest(name), mesh.get_group(name), grid.group_ranks(name))
+                adopted = SharedGroup(mesh.get_group(name), tuple(grid.group_ranks(name)), "adopted", holders=1)
+                grid._groups.hold(GroupRequest(name), adopted)
         return grid
 
 

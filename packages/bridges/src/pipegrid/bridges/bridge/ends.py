@@ -8,7 +8,7 @@ from typing import Any
 from attrs import evolve
 
 from pipegrid.bridges.bridge.options import EdgeOptions
-from pipegrid.bridges.bridge.wiring import boundary_sides, wiring_of
+from pipegrid.bridges.bridge.wiring import BridgeWiring, PayloadWiring, boundary_sides
 from pipegrid.core.edge import Direction
 from pipegrid.core.fields import shown
 from pipegrid.reshard import BATCH, AxisNames, BridgeError, GridLike, as_grid, axis_names, replica_side
@@ -68,7 +68,11 @@ class BridgeEnds:
         self.is_source, self.is_destination = rank in self.src.coords_of, rank in self.dst.coords_of
         has = tuple(Direction) if self.backward else (_FORWARD,)
         used = tuple(way for way in has if directions is None or way in set(directions))
-        self._wiring = wiring_of(self.label, sides, self.axes, options, used, rank)
+        ends, structure = (self.label, *sides), options.structure
+        self._wiring = BridgeWiring(*ends, self.axes, options.strategy, used, rank)
+        if structure is not None:
+            axes = structure.leaves[0].axes
+            self._wiring = PayloadWiring(*ends, axes, options.strategy, used, rank, structure)
         self.carries_gradients = _BACKWARD in used
         self.lane_specs = self._wiring.lane_specs
         on_wire = options.comm_dtype or "as it is"

@@ -8,7 +8,6 @@ from typing import TypeAlias
 
 from attrs import evolve, frozen
 
-from pipegrid.bridges.bridge.options import EdgeOptions
 from pipegrid.bridges.bridge.structure import Structure
 from pipegrid.core import Direction, Edge, LaneSpec
 from pipegrid.reshard import AxisNames, End, GridLike, Placement, Route, Side, Strategy, boundary_side, routes
@@ -149,21 +148,6 @@ class PayloadWiring(BridgeWiring):
     def copies(self, direction: Direction) -> tuple[int, ...]:
         """The ranks with which this rank completes some leaf, itself included."""
         return tuple(sorted({rank for leaf in self.leaves for rank in leaf.copies(direction)}))
-
-
-def wiring_of(
-    label: str,
-    sides: tuple[Side, Side],
-    axes: AxisNames,
-    options: EdgeOptions,
-    directions: tuple[Direction, ...],
-    rank: int,
-) -> BridgeWiring:
-    """The wiring of an edge with these options; ``axes`` are those of its one tensor."""
-    structure = options.structure
-    if structure is None:
-        return BridgeWiring(label, *sides, axes, options.strategy, directions, rank)
-    return PayloadWiring(label, *sides, structure.leaves[0].axes, options.strategy, directions, rank, structure)
 
 
 def boundary_sides(

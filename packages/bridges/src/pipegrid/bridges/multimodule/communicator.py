@@ -13,11 +13,10 @@ from pipegrid.bridges.bridge.communicator import BridgeCommunicator, lane_config
 from pipegrid.bridges.bridge.edge_communicator import EdgeCommunicator
 from pipegrid.bridges.bridge.options import EdgeOptions
 from pipegrid.bridges.bridge.wiring import Traffic, directions_of
-from pipegrid.bridges.multimodule.dict_api import DictExchange, Tensors, exchanged
+from pipegrid.bridges.multimodule.dict_api import DictExchange, Tensors, added
 from pipegrid.bridges.multimodule.edges import Ends
 from pipegrid.bridges.multimodule.pipeline import ModulePipeline
-from pipegrid.bridges.multimodule.rank_modules import ModuleChain, RankModuleInfo
-from pipegrid.bridges.multimodule.replicas import ModuleReplicas
+from pipegrid.bridges.multimodule.rank_modules import ModuleChain, ModuleReplicas, RankModuleInfo
 from pipegrid.core.edge import Direction, Edge
 from pipegrid.reshard import BridgeError, GridLike, Placement, as_grid, edge_between
 from pipegrid.transport import Handle, JobTopology, ReceiveHandle
@@ -301,12 +300,25 @@ class MultiModulePipelineCommunicator(ModulePipeline, EdgeCommunicator):
     def _exchange(
         self, send: _Send | None = None, receive: _Receive | None = None, *, first: bool = False, last: bool = False
     ) -> Tensors:
-        """Run `exchanged` on this rank; `BridgeError` if ``first`` or ``last`` is claimed without such a stage."""
+        """The payloads that come, by name, with all posted before any is waited for; several gradients are summed.
+
+        `BridgeError` if ``first`` or ``last`` is claimed without such a stage.
+        """
         self._require_alive()
         for claimed, held, what in ((first, self.is_pp_first_stage, "first"), (last, self.is_pp_last_stage, "last")):
             if claimed and not held:
                 raise BridgeError(f"is_{what}_stage=True on rank {self.rank}, which holds no {what} stage")
-        return exchanged(self.lanes, send, receive)
+        # In the order of calls both sides of an exchange would send first; sends alone keep the order of modules.
+        with self.lanes.batch(by_lane=send is not None and receive is not None):
+            sending = [] if send is None else send()
+            receiving = {} if receive is None else receive()
+        received: Tensors = {}
+        for name, handles in receiving.items():
+            parts = [handle.result() for handle in handles]
+            received[name] = added(parts) if len(parts) > 1 else parts[0]
+        for handle in sending:
+            handle.wait()
+        return received
 
     @cached_property
     def _dicts(self) -> DictExchange:

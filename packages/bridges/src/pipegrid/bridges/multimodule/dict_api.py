@@ -13,7 +13,7 @@ from pipegrid.bridges.errors import MissingTensorError
 from pipegrid.bridges.multimodule.edges import EdgesThere
 from pipegrid.core.edge import Direction, Edge
 from pipegrid.reshard.errors import ShapeError
-from pipegrid.transport import Handle, Lanes, ReceiveHandle
+from pipegrid.transport import Handle, ReceiveHandle
 from pipegrid.transport.messages.trees import mapped_together
 
 Tensors: TypeAlias = dict[str, Any]
@@ -86,29 +86,10 @@ class DictExchange:
             )
 
 
-def exchanged(
-    lanes: Lanes,
-    send: Callable[[], list[Handle]] | None,
-    receive: Callable[[], Mapping[str, Sequence[ReceiveHandle]]] | None,
-) -> Tensors:
-    """The payloads that ``receive`` starts to receive, by name, once the sends of ``send`` are posted, too.
-
-    Several gradients of one output are summed.
-    """
-    # In the order of calls both sides of an exchange would send first; sends alone keep the order of modules.
-    with lanes.batch(by_lane=send is not None and receive is not None):
-        sending = [] if send is None else send()
-        receiving = {} if receive is None else receive()
-    received: Tensors = {}
-    for name, handles in receiving.items():
-        parts = [handle.result() for handle in handles]
-        if len(parts) > 1:  # leaf by leaf, over the edges that have the leaf's gradient; None where none has
-            given = [part for part in parts if part is not None]
-            parts = [mapped_together(_sum, *given) if given else None]
-        received[name] = parts[0]
-    for handle in sending:
-        handle.wait()
-    return received
+def added(gradients: Sequence[Any]) -> Any:
+    """The sum of gradients of one payload, leaf by leaf, over the edges that have the leaf's; None where none has."""
+    given = [gradient for gradient in gradients if gradient is not None]
+    return mapped_together(_sum, *given) if given else None
 
 
 def _sum(*gradients: torch.Tensor | None) -> Any:

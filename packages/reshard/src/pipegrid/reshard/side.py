@@ -56,7 +56,6 @@ class Shard(Placement):
     """Ranks along the dim hold different parts of an axis.
 
     Attributes:
-        axis: its name.
         order: ``"zigzag"`` is the order of causal load balancing over ``n`` ranks: the axis is cut in ``2n`` chunks and
             rank ``i`` holds chunks ``i`` and ``2n - 1 - i``. The batch is cut in contiguous blocks only.
 
@@ -108,17 +107,14 @@ class GridLike(Protocol):
     @property
     def shape(self) -> Sequence[int]:
         """Size of each dim."""
-        ...
 
     @property
     def dim_names(self) -> Sequence[str]:
         """Name of each dim."""
-        ...
 
     @property
     def rank_offset(self) -> int:
         """The first rank of the grid."""
-        ...
 
 
 _GRID = Annotated[Any, instance(GridLike, "a grid, such as HyperCommGrid")]
@@ -159,8 +155,7 @@ class Side:
         weights = self.lane_weights
         if weights is not None and (len(weights) != self.num_lanes or not any(weights)):
             raise BridgeError(
-                f"side {self.name!r} has {self.num_lanes} replicas and sizes {weights} of them; give one each, not "
-                "all 0"
+                f"side {self.name!r} has {self.num_lanes} replicas and sizes {weights}; give one each, not all 0"
             )
 
     def __str__(self) -> str:

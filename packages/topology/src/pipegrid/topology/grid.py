@@ -241,7 +241,6 @@ class HasRanks(Protocol):
     @property
     def ranks(self) -> Sequence[int]:
         """The ranks, ascending; a range where they are consecutive."""
-        ...
 
 
 def relation(a: HasRanks, b: HasRanks) -> Relation:

@@ -52,9 +52,6 @@ class BridgeCommunicator(BridgeEnds):
     a replica may have no rows. Gradients then belong to activations in the order in which those were sent, counting
     those sent with gradients enabled: run forward-only steps under `torch.no_grad`.
 
-    Attributes (beside those of `BridgeEnds`):
-        exchange: the implementation of the verbs on a rank of the boundary.
-
     Args:
         dim_mapping: axis of ``"b"``, ``"s"`` and ``"h"``; default ``{"s": 1, "b": 0, "h": 2}``, and for
             ``tensor_ndim=2`` ``[b*s, h]``.

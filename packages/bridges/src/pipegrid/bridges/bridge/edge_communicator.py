@@ -23,13 +23,9 @@ Way: TypeAlias = tuple[Edge, Direction]
 class EdgeCommunicator(LaneCommunicator, ABC):
     """A communicator over several edges: each is one lane, or an `Exchange` over many lanes.
 
-    The lanes of all edges are opened together. Each exchange has groups of its own, which end with them.
-
-    Attributes:
-        edge_exchanges: the exchanges of this rank.
-        _sends, _receives: the functions that start a send, or a receive, by edge and direction.
-        _inside: the lanes of edges between ranks of one module.
-        _neighbours: the ranks at the other ends of each edge.
+    The lanes of all edges are opened together. Each exchange of this rank has groups of its own, which end with them.
+    ``_sends`` and ``_receives`` have the functions that start one, ``_inside`` the lanes between ranks of one module,
+    ``_neighbours`` the ranks at the other ends of each edge.
     """
 
     edge_exchanges: list[Exchange]

@@ -21,7 +21,6 @@ class BridgeEnds:
     """The ends of a `BridgeCommunicator`, source first; its arguments are that one's.
 
     Attributes:
-        src_grid, dest_grid: grids of the modules that make and consume the tensor.
         src, dst: the sides of the source's last stage and the destination's first.
         is_source, is_destination: whether this rank gives activations, or gets them.
         carries_gradients: whether there are lanes for gradients: the edge has a backward, and its plan uses it.

@@ -239,8 +239,7 @@ class ShapePlans:
             lane, size = src.lane_of(rank), lane_size(src, axes, one)
             if lanes.setdefault(lane, size) != size:
                 raise ShapeError(
-                    f"{self.name}: ranks of lane {lane} of {src.name!r} send different parts: rank {rank} {size}, "
-                    f"another {lanes[lane]}"
+                    f"{self.name}: lane {lane} of {src.name!r} sends different parts: rank {rank} {size}, {lanes[lane]}"
                 )
         dtypes = {one.dtype for _, one in announced}
         if len(dtypes) != 1:

@@ -117,10 +117,9 @@ def _laid_out(shards: Sequence[Sequence[tuple[Point, Point]]], side: str) -> lis
 
 @lru_cache(maxsize=256)
 def shares(a: int, b: int) -> tuple[tuple[int, int, Fraction, Fraction], ...]:
-    """The parts of [0, 1) that ``a`` equal senders give to ``b`` equal receivers.
+    """(sender, receiver, start, stop) of the parts of [0, 1) that ``a`` equal senders give to ``b`` equal receivers.
 
-    (sender, receiver, start, stop): the overlaps of [i/a, (i+1)/a) with [j/b, (j+1)/b), which are
-    ``a + b - gcd(a, b)``.
+    The overlaps of [i/a, (i+1)/a) with [j/b, (j+1)/b), which are ``a + b - gcd(a, b)``.
     """
     cuts = ([[(Fraction(i, n), Fraction(i + 1, n))] for i in range(n)] for n in (a, b))
     return tuple(

@@ -114,13 +114,11 @@ def meeting_classes(
         starts.append(tuple(list(cut.meetings) for cut in cuts))
     else:
         if rank in src.coords_of:
-            here = _shard_indices(src, src.class_of(rank), cuts)
-            starts.append(tuple([(i, j) for j in cut.by_source.get(i, ())] for i, cut in zip(here, cuts, strict=True)))
+            here = zip(_shard_indices(src, src.class_of(rank), cuts), cuts, strict=True)
+            starts.append(tuple([(i, j) for j in cut.by_source.get(i, ())] for i, cut in here))
         if rank in dst.coords_of:
-            here = _shard_indices(dst, dst.class_of(rank), cuts)
-            starts.append(
-                tuple([(i, j) for i in cut.by_destination.get(j, ())] for j, cut in zip(here, cuts, strict=True))
-            )
+            there = zip(_shard_indices(dst, dst.class_of(rank), cuts), cuts, strict=True)
+            starts.append(tuple([(i, j) for i in cut.by_destination.get(j, ())] for j, cut in there))
     seen: set[tuple[tuple[int, int], ...]] = set()
     for pairs_per_cut in starts:
         for pairs in itertools.product(*pairs_per_cut):

@@ -56,10 +56,7 @@ class Links:
         return self._first_of.get(rank, rank)
 
     def seconds(self, messages: Sequence[tuple[int, int, float]]) -> float:
-        """Seconds that the busiest link takes for all messages (sending rank, receiving rank, bytes).
-
-        A message of a rank to itself takes no time.
-        """
+        """Seconds that the busiest link takes for all messages (sending rank, receiving rank, bytes); 0 to oneself."""
         busy: dict[tuple[int, bool], float] = {}
         for source, destination, nbytes in messages:
             if source == destination:

@@ -17,7 +17,7 @@ from pipegrid.core.fields import Index, Name, Rule, checked, checked_fields
 from pipegrid.topology.addresses import gloo_interface, server_of
 from pipegrid.topology.bounded_calls import SilentStoreError, bounded, reason_to_give_up
 from pipegrid.topology.ending import discard_groups
-from pipegrid.topology.errors import GridError, GroupConnectionError, GroupStoreError
+from pipegrid.topology.errors import GridError, GroupConnectionError, GroupCreationTimeoutError, GroupStoreError
 from pipegrid.topology.rendezvous import Rendezvous
 from pipegrid.topology.world import require_default_group
 
@@ -196,8 +196,16 @@ def create_each(wanted: Iterable[tuple[GroupSpec, GroupOptions]]) -> dict[tuple[
             group = shared.get((spec.ranks, options.text)) if spec.shared else None
             if group is None:
                 members = Rendezvous(compat.default_store(), spec.ranks, here, spec.label, options.creation_timeout)
-                with members.named_errors():
+                try:
                     group = _create(spec, options, members)
+                except (GroupCreationTimeoutError, GroupConnectionError):
+                    raise
+                except RuntimeError as error:  # of torch, which names keys and addresses
+                    raise GroupConnectionError(
+                        f"rank {here} could not create group {spec.label!r} of ranks {members.members}: "
+                        f"{(str(error).splitlines() or [''])[0]}. Where a member or the process of the store has "
+                        "ended, look there"
+                    ) from error
             if spec.shared:
                 shared[spec.ranks, options.text] = group
             made[spec, options.text] = group

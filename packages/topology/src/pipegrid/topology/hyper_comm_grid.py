@@ -26,8 +26,7 @@ class HyperCommGrid:
     with several grids creates all its groups in one call of `create_grid_groups`.
 
     Args:
-        shape: size of each dim.
-        dim_names: their names.
+        shape: size of each dim of ``dim_names``.
         rank_offset: the grid's first rank, where its ranks are consecutive.
         backend: of the groups; None is the default process group's.
         ranks: the grid's ranks, ascending; None: consecutive ones.
@@ -206,10 +205,7 @@ class HyperCommGrid:
         pg_options: Any = None,
         group_desc: str | None = None,
     ) -> list[ProcessGroup | None]:
-        """Create several groups in the one order of creation; returns them in the order of ``requests``.
-
-        ``view`` applies to the requests that are dims alone.
-        """
+        """Create several groups in the one order of creation, in that of ``requests``; ``view`` is of dims alone."""
         wanted = as_requests(requests, view=view)
         create_grid_groups({self: wanted}, timeout=timeout, pg_options=pg_options, group_desc=group_desc)
         return [self.get_pg(request.dims, view=request.view) for request in wanted]

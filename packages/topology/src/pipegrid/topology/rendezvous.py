@@ -12,7 +12,6 @@ import json
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -20,7 +19,7 @@ from attrs import frozen
 
 from pipegrid.topology.addresses import address_towards, server_of
 from pipegrid.topology.bounded_calls import SilentStoreError, bounded, reason_to_give_up
-from pipegrid.topology.errors import GroupConnectionError, GroupCreationTimeoutError, GroupStoreError
+from pipegrid.topology.errors import GroupCreationTimeoutError, GroupStoreError
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -52,20 +51,6 @@ class Rendezvous:
     def members(self) -> str:
         """The ranks, for errors."""
         return _abbreviated(self.ranks)
-
-    @contextmanager
-    def named_errors(self) -> Iterator[None]:
-        """Give errors of torch in the block, which name keys and addresses, the label and the ranks of the group."""
-        try:
-            yield
-        except (GroupCreationTimeoutError, GroupConnectionError):
-            raise
-        except RuntimeError as error:
-            raise GroupConnectionError(
-                f"rank {self.rank} could not create group {self.label!r} of ranks {self.members}: "
-                f"{(str(error).splitlines() or [''])[0]}. Where a member or the process of the store has ended, look "
-                "there"
-            ) from error
 
     def meet(self, key: str, *, step: str = "come") -> int:
         """Wait until all members have arrived; return how often they had passed the barrier ``key`` before.

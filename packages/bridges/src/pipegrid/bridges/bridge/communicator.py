@@ -193,18 +193,13 @@ class BridgeCommunicator(BridgeEnds):
         return self.exchange.isend_forward(tensor, samples=samples)
 
     def irecv_forward(self, shape: Sequence[int] | None = None) -> ReceiveHandle | None:
-        """Start receiving the next activation; ``result()`` of what is returned is the tensor.
-
-        With ``shape``, anything else that arrives is a ShapeError.
-        """
+        """Start receiving the next activation, the ``result()``; with ``shape``, anything else is a ShapeError."""
         if (self._destroyed or not self.is_destination) and not self.takes_part(_FORWARD, sends=False):
             return None
         return self.exchange.irecv_forward(shape)
 
     def isend_backward(self, grad: Any) -> Handle | None:
-        """Start sending the gradient of the oldest activation that has none yet; None means zeros.
-
-        Of a payload, a tree of gradients, with None for leaves without.
+        """Start sending the gradient of the oldest activation that has none yet, of a payload a tree; None means zeros.
 
         Raises:
             BridgeError: this rank is not in the destination grid, the edge has no backward, or no activation is waiting

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, TypedDict
+from typing import Any, TypedDict, cast
 
 from attrs import field, frozen
 
@@ -13,13 +13,11 @@ from pipegrid.reshard import AUTO_LEADER_BYTES, BridgeError, Links, Placement, S
 
 
 def _as_lanes(value: Any) -> tuple[int, ...] | None:
-    lanes: tuple[int, ...] | None = checked(value, tuple[Index, ...] | None, "lanes", BridgeError)
-    return lanes
+    return cast("tuple[int, ...] | None", checked(value, tuple[Index, ...] | None, "lanes", BridgeError))
 
 
 def _as_shape(value: Any) -> tuple[int | None, ...] | None:
-    shape: tuple[int | None, ...] | None = checked(value, tuple[int | None, ...] | None, "shape", BridgeError)
-    return shape
+    return cast("tuple[int | None, ...] | None", checked(value, tuple[int | None, ...] | None, "shape", BridgeError))
 
 
 @frozen(kw_only=True, field_transformer=checked_fields(BridgeError))

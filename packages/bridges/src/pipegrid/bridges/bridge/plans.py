@@ -113,9 +113,8 @@ def cuts_by_lane(rows: int, lanes: int, parts: int) -> tuple[int, ...]:
 def sizes_of(src: Side, axes: AxisNames, lanes: Mapping[int, LaneSize]) -> Sizes:
     """The sizes that a rank plans with, from the lanes that it knows; other lanes do not change its own part.
 
-    Raises:
-        ShapeError: the replicas differ in an axis other than the batch, or some are packed and some are not, or a
-            replica's samples are not a multiple of its ``lane_weights``.
+    `ShapeError`: the replicas differ in an axis other than the batch, or some are packed and some are not, or a
+    replica's samples are not a multiple of its ``lane_weights``.
     """
     first, some = next(iter(lanes.items()))
     weights = src.lane_weights or (1,) * src.num_lanes
@@ -226,10 +225,7 @@ class ShapePlans:
         return plans
 
     def plans(self, announced: Mapping[int, Announcement]) -> PlanPair:
-        """Plans for what some source ranks have announced: all that this rank needs to know.
-
-        `ShapeError`: ranks of one replica differ, replicas differ in more than the batch, or dtypes differ.
-        """
+        """Plans for what some source ranks have announced; `ShapeError` where they differ in more than the batch."""
         return self._cached(tuple(sorted(announced.items())))
 
     def _planned(self, announced: _Key) -> PlanPair:

@@ -107,10 +107,7 @@ class ReceiveQueue:
     lock: threading.RLock = Factory(threading.RLock)
 
     def fill_arrived(self, *, asked: bool) -> None:
-        """Fill the receives whose messages have arrived, up to the first that lacks one.
-
-        ``asked``: the caller waits for the first one, so filling it may block.
-        """
+        """Fill receives whose messages have arrived, up to the first that lacks one; if ``asked``, this may block."""
         with self.lock:
             while self.waiting and self.waiting[0].has_arrived(asked=asked):
                 self.waiting.popleft().fill()

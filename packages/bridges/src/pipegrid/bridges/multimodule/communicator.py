@@ -205,9 +205,8 @@ class MultiModulePipelineCommunicator(ModulePipeline, EdgeCommunicator):
     @cached_property
     def job(self) -> JobTopology:
         """The graph of modules with its positions, and this rank's stages."""
-        dims = {
-            name: dict(zip(grid.dim_names, grid.shape, strict=True)) for name, grid in self.module_to_grid_map.items()
-        }
+        grids = self.module_to_grid_map.items()
+        dims = {name: dict(zip(grid.dim_names, grid.shape, strict=True)) for name, grid in grids}
         return JobTopology(
             total_stages=self.total_stages,
             current_stage=self.current_stage,

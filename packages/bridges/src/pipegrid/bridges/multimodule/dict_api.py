@@ -111,10 +111,7 @@ Tensor2dOr3d: TypeAlias = torch.Tensor | list[torch.Tensor] | None
 
 
 def _prepare_tensor_for_comm(tensor: Tensor2dOr3d) -> Tensor2dOr3d:
-    """Expand a 2-d tensor to 3-d with a last axis of size 1.
-
-    Lists element by element, anything else as it is.
-    """
+    """Expand a 2-d tensor to 3-d with a last axis of size 1; lists element by element, anything else as it is."""
     return _each(tensor, lambda t: t.unsqueeze(-1) if t.ndim == 2 else t)
 
 

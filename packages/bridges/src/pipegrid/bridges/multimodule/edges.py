@@ -93,9 +93,8 @@ class ModuleEdges:
     def replica_of(self, rank: int, *, wanted: bool) -> tuple[int | None, int]:
         """The replica of ``rank``, and their number, where units move between replicas (``wanted``), else None and 0.
 
-        Raises:
-            BridgeError: on every rank alike: modules with other numbers of replicas, or a rank in two of them; or a
-                boundary that replicas share otherwise than in equal parts.
+        `BridgeError` on every rank alike: modules with other numbers of replicas, or a rank in two of them; or a
+        boundary that replicas share otherwise than in equal parts.
         """
         if not wanted:
             return None, 0
@@ -126,10 +125,9 @@ class ModuleEdges:
     def require_dicts(self) -> None:
         """Raise, on every rank alike, unless each rank can exchange dicts by module.
 
-        Raises:
-            BridgeError: a module with several stages on one place; a rank that holds a module and one that depends
-                on it, and so would wait for a tensor before it sends what that is made of; or a rank that holds two
-                modules with one source, whose name is the key of one entry.
+        `BridgeError`: a module with several stages on one place; a rank that holds a module and one that depends on it,
+        and so would wait for a tensor before it sends what that is made of; or a rank that holds two modules with one
+        source, whose name is the key of one entry.
         """
         needs: dict[str, set[str]] = {}
         boxes = {name: as_grid(grid) for name, grid in self.grids.items()}

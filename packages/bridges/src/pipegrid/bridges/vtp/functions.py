@@ -187,11 +187,7 @@ class VTPFunctions(EdgeCommunicator):
         wait_on_reqs: bool = True,
         **named: Unpack[Named],
     ) -> tuple[torch.Tensor | None, Requests | None]:
-        """Receive a gradient; nothing on the last stage, which in a ring is stage 0 as its end.
-
-        Returns:
-            As `recv_forward_with_reqs`, with ``"recv_next"``.
-        """
+        """As `recv_forward_with_reqs`, of a gradient, ``"recv_next"``; nothing on the last stage, in a ring its end."""
         if not self.topology.sends_forward(self.stage, is_end_stage=is_end_stage):
             return None, None
         return self._receive_with_reqs(tensor_shape, config, _B, self._beside("next", **named), wait_on_reqs)

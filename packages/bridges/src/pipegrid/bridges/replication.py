@@ -34,7 +34,7 @@ class ReplicationCheck:
     _calls: int = field(default=0, init=False)
 
     def look(self, tensor: torch.Tensor, rows: int) -> None:
-        """Compare, if it is time to; ``rows`` is the extent of the tensor's batch axis. All ranks of the side call this.
+        """Compare, if it is time to; ``rows`` is the extent of the tensor's batch axis. All ranks call this.
 
         `BridgeError`: the copies of some replica differ, or replicas have different numbers of rows.
         `CollectiveFailedError`: a rank of the side died, or did not join before the deadline.

@@ -17,7 +17,7 @@ from pipegrid.bridges.bridge.receive import with_gradient
 from pipegrid.bridges.bridge.structure import Axes, Folded, Leaf, Packed, Structure, Whole, in_words
 from pipegrid.bridges.bridge.wiring import BridgeWiring
 from pipegrid.core import Direction, Index, checked
-from pipegrid.reshard import BridgeError, Choice, RankPart, ShapeError, marked_samples
+from pipegrid.reshard import BridgeError, RankPart, ShapeError, marked_samples
 
 _FORWARD, _BACKWARD = Direction.FORWARD, Direction.BACKWARD
 
@@ -236,8 +236,7 @@ def leaves_of(
     Without a payload there is one, the ``tensor``; None is a tensor with the axes of the wiring.
     """
     structure = options.structure or Structure(tensor or Axes(*wiring.axes), is_tensor=True)
-    choice = Choice(options.strategy, options.leader_below, options.links)
-    rest = choice, options.comm_dtype, variable, options.shape
+    rest = options.choice, options.comm_dtype, variable, options.shape
     plans = [
         ShapePlans(name if structure.is_tensor else f"{name}, payload{leaf.path}", wired, *rest)
         for leaf, wired in zip(structure.leaves, wiring.leaves, strict=True)

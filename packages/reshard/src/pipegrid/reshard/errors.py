@@ -7,6 +7,10 @@ class BridgeError(ValueError):
     Also a call that this rank, an edge or the state of a step does not have: an edge, a stage, a side or a verb of
     other ranks; a gradient, or an activation that requires one, on an edge without backward; a gradient for which no
     activation is in flight.
+
+    Examples:
+        >>> issubclass(ShapeError, BridgeError)
+        True
     """
 
 

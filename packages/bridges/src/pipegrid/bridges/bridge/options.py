@@ -89,9 +89,7 @@ class EdgeOptions:
         if self.payload is None:
             return None
         if self.strategy != "direct" or self.shape is not None:
-            raise BridgeError(
-                f"an edge with payload= has strategy 'direct' and no shape, not {self.strategy!r} and {self.shape}"
-            )
+            raise BridgeError(f"payload= has strategy 'direct' and no shape, not {self.strategy!r} and {self.shape}")
         return Structure(self.payload)
 
 

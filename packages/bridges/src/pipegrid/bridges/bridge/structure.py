@@ -225,9 +225,7 @@ class Structure:
         paths = [path for path, leaf in places(self._tree) if leaf is not None]
         for path, leaf in zip(paths, found, strict=True):
             if not isinstance(leaf, (Axes, Whole, Folded)):
-                raise BridgeError(
-                    f"payload{path} is {shown(leaf)}; declare Axes, Whole, None, or a dict or list of these"
-                )
+                raise BridgeError(f"payload{path} is {shown(leaf)}; declare Axes, Whole, None, a dict or list of these")
         self.leaves = tuple(map(Leaf, paths, found))
         if not self.leaves:
             raise BridgeError(f"payload is {shown(declared)}, without a tensor; declare at least one Axes() or Whole()")

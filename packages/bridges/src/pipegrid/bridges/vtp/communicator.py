@@ -89,9 +89,7 @@ class VTPCommunicator(VTPFunctions):
         self.deadline, self.fixed_shapes = self.config.deadline, self.config.fixed_shapes
         ring = getattr(config, "layerwise_disaggregated_training", None)
         if ring is not None and bool(ring) is not topology.ring:
-            raise P2PUsageError(
-                f"layerwise_disaggregated_training is {ring!r}, but the topology has ring={topology.ring}"
-            )
+            raise P2PUsageError(f"layerwise_disaggregated_training is {ring!r}, the topology has ring={topology.ring}")
         backend, self.device = resolve_device(backend, device, staged=self.config.staged)
         boundaries = topology.boundaries(self.replica)
         used = checked_traffic(traffic, [boundary.edge for boundary in boundaries])

@@ -53,6 +53,12 @@ def require_summed(dtype: torch.dtype, name: str) -> None:
         raise ShapeError(f"{name}: partial sums of {dtype} are not added up by backends; send another dtype")
 
 
+def start_sum(tensor: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Tensor, dist.Work | None]:
+    """A new tensor for the sum of the partial sums of the group's ranks, and the collective that adds them up."""
+    total = tensor.clone(memory_format=torch.contiguous_format)
+    return total, start(dist.all_reduce, total, group=group)
+
+
 class Completing:
     """One completion under way on this rank: started at construction, written when its collective is done.
 

@@ -257,12 +257,8 @@ class HyperCommGrid:
         """The DeviceMesh of this rank's slice of the grid over ``dims``; None for a rank outside the grid.
 
         A mesh's last dim varies fastest, a grid's first one: the mesh's dims are the grid's in reverse, for example
-        ``("dp", "tp")``. It uses the groups that `create_pg` made, one per dim.
-
-        Args:
-            dims: in any order; None is all.
-            view: the view they belong to.
-            device_type: as for DeviceMesh; None is the device that the groups' backend serves.
+        ``("dp", "tp")``. It uses the groups that `create_pg` made, one per dim; ``dims`` are in any order, None is all.
+        ``device_type`` is as for DeviceMesh; None is the device that the groups' backend serves.
         """
         import torch
         import torch.distributed as dist

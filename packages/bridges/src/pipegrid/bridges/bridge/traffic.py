@@ -16,12 +16,11 @@ import torch.distributed as dist
 from pipegrid.bridges.bridge.receive import BridgeReceive, Filled, PostedReceives, ReceiveQueue, WholeReceive
 from pipegrid.bridges.bridge.wiring import BridgeWiring
 from pipegrid.bridges.collectives import CollectiveWaits, close_groups
-from pipegrid.bridges.steps import Completing, pack, require_summed, unpack
+from pipegrid.bridges.steps import Completing, pack, require_summed, start_sum, unpack
 from pipegrid.core import Direction, LaneSpec
 from pipegrid.reshard import BridgeError, RankPart, ShapeError
 from pipegrid.topology import GroupSpec
 from pipegrid.transport import Lane, Lanes, P2PConfig
-from pipegrid.transport.collectives.starting import start
 from pipegrid.transport.messages.handle import Transfer
 
 _FORWARD = Direction.FORWARD
@@ -169,8 +168,7 @@ class EdgeTraffic:
         for ranks in part.reductions:
             require_summed(tensor.dtype, self.name)
             group = self.groups[self.wiring.reduction_group(ranks, direction)]
-            tensor = tensor.clone(memory_format=torch.contiguous_format)
-            work = start(dist.all_reduce, tensor, group=group)
+            tensor, work = start_sum(tensor, group)
             self.waits.wait(work, ranks, group, task="the partial sums of ranks {} and of this one were not added up")
         return tensor
 

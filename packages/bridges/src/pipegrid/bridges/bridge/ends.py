@@ -18,11 +18,18 @@ _FORWARD, _BACKWARD = Direction.FORWARD, Direction.BACKWARD
 
 
 class BridgeEnds:
-    """The ends of a `BridgeCommunicator`, source first; its arguments are that one's.
+    """The ends of a `BridgeCommunicator`; its arguments are that one's.
 
     Attributes:
-        src, dst: the sides of the source's last stage and the destination's first.
-        is_source, is_destination: whether this rank gives activations, or gets them.
+        src_grid: grid of the module that makes the tensor.
+        dest_grid: grid of the module that consumes it.
+        src: the side of the source's last stage.
+        dst: the side of the destination's first stage.
+        axes: names of the tensor's axes.
+        options: of the edge.
+        rank: this rank.
+        is_source: whether this rank gives activations.
+        is_destination: whether this rank gets activations.
         carries_gradients: whether there are lanes for gradients: the edge has a backward, and its plan uses it.
         lane_specs: the lanes of this rank.
         declared: the text on which both ends of each lane must agree.
@@ -66,12 +73,15 @@ class BridgeEnds:
         self.src, self.dst = sides
         self.is_source, self.is_destination = rank in self.src.coords_of, rank in self.dst.coords_of
         has = tuple(Direction) if self.backward else (_FORWARD,)
-        used = tuple(way for way in has if directions is None or way in set(directions))
-        ends, structure = (self.label, *sides), options.structure
-        self._wiring = BridgeWiring(*ends, self.axes, options.strategy, used, rank)
-        if structure is not None:
+        wanted = None if directions is None else set(directions)
+        used = tuple(way for way in has if wanted is None or way in wanted)
+        structure = options.structure
+        self._wiring: BridgeWiring
+        if structure is None:
+            self._wiring = BridgeWiring(self.label, *sides, self.axes, options.strategy, used, rank)
+        else:
             axes = structure.leaves[0].axes
-            self._wiring = PayloadWiring(*ends, axes, options.strategy, used, rank, structure)
+            self._wiring = PayloadWiring(self.label, *sides, axes, options.strategy, used, rank, structure)
         self.carries_gradients = _BACKWARD in used
         self.lane_specs = self._wiring.lane_specs
         on_wire = options.comm_dtype or "as it is"
@@ -83,8 +93,9 @@ class BridgeEnds:
     def takes_part(self, direction: Direction, *, sends: bool) -> bool:
         """Whether this rank sends, or receives, in ``direction``; False on the other stages of that side's grid.
 
-        `P2PLaneDeadError`: the bridge was destroyed. `BridgeError`: this rank is not in that side's grid, or there are
-        no lanes for gradients.
+        Raises:
+            P2PLaneDeadError: the bridge was destroyed.
+            BridgeError: this rank is not in that side's grid, or there are no lanes for gradients.
         """
         gives = (direction is _FORWARD) is sends
         here = self.is_source if gives else self.is_destination

@@ -198,7 +198,7 @@ def test_a_grid_with_gaps_is_the_one_without_with_other_ranks(case, data):
     index = data.draw(st.integers(0, grid.length(dim) - 1))
     coords = plain.coords(number)
     assert grid.along(rank, dim, index) == ranks[plain.rank_at({**coords, dim: index} if dim in coords else coords)]
-    view = make_view(grid, "all", [size], ["all"], None)[0]
+    view = make_view(grid, "all", [size], ["all"], None).grid
     assert list(view.ranks) == ranks
     with pytest.raises(GridError, match="is not in the ranks of"):
         grid.coords(next(other for other in range(3 * size + 2) if other not in ranks))

@@ -18,11 +18,21 @@ from pipegrid.bridges.collectives import CollectiveWaits, abort_groups, close_gr
 from pipegrid.bridges.replication import ReplicationCheck
 from pipegrid.bridges.steps import Completing, pack, unpack
 from pipegrid.core.fields import Index, checked, checked_fields, shown
-from pipegrid.reshard.errors import BridgeError, ShapeError
-from pipegrid.reshard.part import RankPart
-from pipegrid.reshard.plan import ReshardPlan, plan_reshard
-from pipegrid.reshard.side import BATCH, GridLike, as_grid, boundary_side
-from pipegrid.reshard.sizes import Sizes, as_axis_of, axis_names, marked_samples
+from pipegrid.reshard import (
+    BATCH,
+    BridgeError,
+    GridLike,
+    RankPart,
+    ReshardPlan,
+    ShapeError,
+    Sizes,
+    as_axis_of,
+    as_grid,
+    axis_names,
+    boundary_side,
+    marked_samples,
+    plan_reshard,
+)
 from pipegrid.topology import GroupSpec
 from pipegrid.topology.grid import span_of
 from pipegrid.transport.collectives.differences import difference
@@ -38,7 +48,12 @@ _TASK = "the ranks {} did not exchange their tensors with this one"
 
 @frozen(field_transformer=checked_fields(BridgeError))
 class SliceInfo:
-    """The samples ``[start, start + size)`` of a batch that a rank works on."""
+    """The samples ``[start, start + size)`` of a batch that a rank works on.
+
+    Attributes:
+        start: the first sample.
+        size: the number of samples.
+    """
 
     start: Index
     size: Index
@@ -74,6 +89,8 @@ class ColocatedBridgeCommunicator:
     Args:
         src_grid: layout of the module that makes the tensor.
         dest_grid: layout of the module that consumes it; the same ranks.
+        src_module_name: for messages.
+        dest_module_name: for messages.
         dim_mapping: axis of ``"b"``, ``"s"``, ``"h"``; default ``{"b": 0, "s": 1, "h": 2}``. For flattened
             ``[tokens, h]`` pass ``{"b": 0, "h": 1}``: samples then need equal numbers of tokens.
         check_replicated: in the first call, compare checksums over the copies of each source replica, and their rows.
@@ -165,13 +182,15 @@ class ColocatedBridgeCommunicator:
         self.gather_group_ranks: list[list[int]] = []
         self._by_slots = self._is_slotted()
         self._passes_through = self._by_slots and self.direction is BridgeDirection.EQUAL
-        if self._by_slots and self.scale is not None and not self._passes_through:
-            slots, siblings, positions = (
-                (self.dest_dp_size, self.src_tp_size, self.rank_to_src_pos)
-                if self.is_fan_in()
-                else (self.src_dp_size, self.dest_tp_size, self.rank_to_dest_pos)
-            )
-            self.gather_group_ranks = self._build_gather_groups(slots, siblings, self.scale, positions)
+        if self._by_slots and self.scale is not None:
+            if self.is_fan_in():
+                self.gather_group_ranks = self._build_gather_groups(
+                    self.dest_dp_size, self.src_tp_size, self.scale, self.rank_to_src_pos
+                )
+            elif self.is_fan_out():
+                self.gather_group_ranks = self._build_gather_groups(
+                    self.src_dp_size, self.dest_tp_size, self.scale, self.rank_to_dest_pos
+                )
 
     def _is_slotted(self) -> bool:
         """Whether each rank's replica on one side lies inside of its replica on the other: slices are enough."""
@@ -311,7 +330,9 @@ class ColocatedBridgeCommunicator:
 
     def _require_alive(self) -> None:
         if self._destroyed:
-            raise P2PLaneDeadError(f"{self._label} was destroyed; destroy it after the last backward")
+            raise P2PLaneDeadError(
+                f"{self._label} was destroyed; destroy it after the last backward, or make a new one"
+            )
 
     def _agree(self, tensor: torch.Tensor) -> None:
         """Compare the shape, the dtype and the axes of ``tensor`` among all ranks: another size would end a process."""

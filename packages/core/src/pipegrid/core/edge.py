@@ -16,6 +16,10 @@ from pipegrid.core.fields import checked_fields, integer
 class Edge:
     """An edge: activations flow from stage ``source`` to ``destination`` (global numbers), gradients the other way.
 
+    Attributes:
+        source: the stage that makes the activation.
+        destination: the stage that takes it.
+
     Examples:
         >>> str(Edge(0, 1))
         '0>1'

@@ -99,7 +99,8 @@ def number(*, least: float = 0.0, above: float | None = None) -> Rule:
             raise ValueError
         return real
 
-    return Rule(convert, f"a finite number {f'of at least {least:g}' if above is None else f'above {above:g}'}")
+    bound = f"of at least {least:g}" if above is None else f"above {above:g}"
+    return Rule(convert, f"a finite number {bound}")
 
 
 def _real(value: Any) -> float:
@@ -149,10 +150,10 @@ def checked(value: Any, annotation: Any, what: str, error: ErrorType) -> Any:
     Examples:
         >>> checked(8.0, float, "timeout", ValueError)
         8.0
-        >>> checked(0, Count, "num_positions", StepArgumentError)
+        >>> checked(0, Count, "num_positions", ValueError)
         Traceback (most recent call last):
             ...
-        pipegrid.core.errors.StepArgumentError: num_positions is 0; it must be an integer of at least 1
+        ValueError: num_positions is 0; it must be an integer of at least 1
     """
     check = _check_of(annotation)
     return value if check is None else check(value, what, error)

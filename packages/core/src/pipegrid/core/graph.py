@@ -124,7 +124,11 @@ class ModuleGraph:
         return tuple(order)
 
     def depth(self, module: str) -> int:
-        """Stages of ``module``; `ModuleGraphError` where there is no such module."""
+        """Stages of ``module``.
+
+        Raises:
+            ModuleGraphError: there is no such module.
+        """
         if module not in self._depths:
             unknown = f"{shown(module)}{nearest(module, self._depths)}"
             raise ModuleGraphError(f"there is no module {unknown}; the graph has {list(self._depths)}")

@@ -25,9 +25,11 @@ def _label(value: Any) -> str:
 
 @frozen(order=True, field_transformer=checked_fields(P2PUsageError))
 class LaneSpec:
-    """Traffic from the global rank ``source`` to ``destination``.
+    """Traffic from one rank to another.
 
     Attributes:
+        source: the global rank that sends.
+        destination: the global rank that receives.
         label: tells apart lanes of the same ranks; part of the names of groups and threads and of every error.
 
     Examples:
@@ -123,7 +125,7 @@ class PositionLane:
 
     Examples:
         >>> from pipegrid.core import Direction
-        >>> str(Lane(source=0, destination=1, direction=Direction.FORWARD))
+        >>> str(PositionLane(source=0, destination=1, direction=Direction.FORWARD))
         'F0>1'
     """
 
@@ -164,8 +166,9 @@ def _as_communicators(value: Iterable[Iterable[PositionLane]]) -> tuple[tuple[Po
 class LaneSharing:
     """The communicators of a plan's lanes: what ``fewest_communicators`` finds. Equal on all ranks of a pipeline.
 
-    Each has its lanes, each lane once, and joins the positions at their ends; lanes without a common end, directly or
-    by others, are on two.
+    Attributes:
+        communicators: of each its lanes, each lane once. It joins the positions at their ends; lanes without a common
+            end, directly or by others, are on two.
     """
 
     communicators: tuple[tuple[PositionLane, ...], ...] = field(converter=_as_communicators)
@@ -284,10 +287,12 @@ def pipeline_lanes(
     placement: Sequence[int] | None = None,
     traffic: Iterable[tuple[Edge, Direction]] | None = None,
 ) -> tuple[LaneSpec, ...]:
-    """The lanes of a pipeline on ``ranks`` (global, in order): one per ordered neighbour pair and direction, ascending.
+    """The lanes of a pipeline on ``ranks`` (global): one per ordered neighbour pair and direction, ascending.
 
-    ``placement`` has the index in ``ranks`` of each stage; None is cyclic, with lanes from the last rank to the first.
-    ``traffic`` has the edges and directions that a plan uses; None is all of them.
+    Args:
+        ranks: the ranks of the pipeline, in order.
+        placement: the index in ``ranks`` of each stage; None is cyclic, with lanes from the last rank to the first.
+        traffic: the edges and directions that a plan uses; None is all of them.
     """
     count = len(ranks)
     stages = tuple(range(count)) if placement is None else placed(placement, count)
@@ -314,7 +319,9 @@ def checked_replicas(
             f"replicas is {given!r}; it must give each replica {len(ranks)} ranks of its own, one of them {list(ranks)}"
         )
     if isinstance(communicators, LaneSharing):
-        raise P2PUsageError("communicators of a plan have no lanes between replicas; give 'separate' or 'shared'")
+        raise P2PUsageError(
+            "replicas beside communicators of a plan, which have no lanes between replicas; give 'separate' or 'shared'"
+        )
     return replicas, replicas.index(tuple(ranks))
 
 

@@ -24,8 +24,16 @@ Point = TypeVar("Point", int, Fraction)  # of an axis: a row, or a part of [0, 1
 class Box:
     """The elements ``start[k] <= index < start[k] + shape[k]`` of a tensor, in every axis ``k``.
 
+    Attributes:
+        start: the first index along each axis.
+        shape: the extent along each axis.
+
     Raises:
         BridgeError: lengths differ, or a start or extent is negative.
+
+    Examples:
+        >>> str(Box(start=(2, 0), shape=(1, 16)))
+        '[2:3, 0:16]'
     """
 
     start: tuple[Index, ...]
@@ -121,7 +129,11 @@ def shares(a: int, b: int) -> tuple[tuple[int, int, Fraction, Fraction], ...]:
 
     The overlaps of [i/a, (i+1)/a) with [j/b, (j+1)/b), which are ``a + b - gcd(a, b)``.
     """
-    cuts = ([[(Fraction(i, n), Fraction(i + 1, n))] for i in range(n)] for n in (a, b))
-    return tuple(
-        (i, j, Fraction(i, a) + low, Fraction(i, a) + low + n) for (i, j), [(low, _, n)] in overlaps(*cuts).items()
-    )
+    found = []
+    i = j = 0
+    while i < a and j < b:
+        start = max(Fraction(i, a), Fraction(j, b))
+        stop = min(Fraction(i + 1, a), Fraction(j + 1, b))
+        found.append((i, j, start, stop))
+        i, j = i + (stop == Fraction(i + 1, a)), j + (stop == Fraction(j + 1, b))
+    return tuple(found)

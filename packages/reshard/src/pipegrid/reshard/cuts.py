@@ -14,7 +14,7 @@ boxes are the products of these ranges (`pieces`).
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from fractions import Fraction
 from functools import cached_property
 from typing import Generic, Literal
@@ -35,9 +35,10 @@ ClassKey = tuple[int, ...]
 
 @frozen(slots=False)
 class Cut(Generic[Point]):
-    """The axis of these ``names`` as both sides hold it: the ranges of every shard, in rows or in parts of [0, 1).
+    """One axis as both sides hold it: the ranges of every shard, in rows or in parts of [0, 1).
 
-    A shard's index counts through the shards of every name of ``("b", "s")`` for ``[b*s, h]``, the first being major.
+    ``names`` are what the axis runs over: ``("b", "s")`` for ``[b*s, h]``. A shard's index counts through the shards of
+    every name, the first name being the major one.
     """
 
     names: tuple[str, ...]
@@ -56,7 +57,7 @@ class Cut(Generic[Point]):
     @cached_property
     def by_source(self) -> dict[int, list[int]]:
         """Destination shards that each source shard overlaps."""
-        return _grouped(iter(self.meetings))
+        return _grouped(self.meetings)
 
     @cached_property
     def by_destination(self) -> dict[int, list[int]]:
@@ -64,7 +65,7 @@ class Cut(Generic[Point]):
         return _grouped((j, i) for i, j in self.meetings)
 
 
-def _grouped(pairs: Iterator[tuple[int, int]]) -> dict[int, list[int]]:
+def _grouped(pairs: Iterable[tuple[int, int]]) -> dict[int, list[int]]:
     grouped: dict[int, list[int]] = {}
     for first, second in pairs:
         grouped.setdefault(first, []).append(second)
@@ -124,8 +125,11 @@ def meeting_classes(
         for pairs in itertools.product(*pairs_per_cut):
             if pairs not in seen:
                 seen.add(pairs)
-                give = _class_key(src, [i for i, _ in pairs], cuts)
-                yield give, _class_key(dst, [j for _, j in pairs], cuts), pairs
+                yield (
+                    _class_key(src, [i for i, _ in pairs], cuts),
+                    _class_key(dst, [j for _, j in pairs], cuts),
+                    pairs,
+                )
 
 
 def _shard_indices(side: Side, key: ClassKey, cuts: Sequence[Cut[Point]]) -> list[int]:
@@ -152,8 +156,11 @@ def pieces(pairs: Sequence[tuple[int, int]], cuts: Sequence[Cut[int]]) -> list[t
     """The boxes (in the source's tensor, in the destination's) in which two shards of every axis overlap."""
     per_axis = [cut.meetings[pair] for pair, cut in zip(pairs, cuts, strict=True)]
     return [
-        (Box(source, shape), Box(destination, shape))
-        for source, destination, shape in (zip(*triples, strict=True) for triples in itertools.product(*per_axis))
+        (
+            Box(tuple(t[0] for t in triples), tuple(t[2] for t in triples)),
+            Box(tuple(t[1] for t in triples), tuple(t[2] for t in triples)),
+        )
+        for triples in itertools.product(*per_axis)
     ]
 
 

@@ -9,8 +9,10 @@ class BridgeError(ValueError):
     activation is in flight.
 
     Examples:
-        >>> issubclass(ShapeError, BridgeError)
-        True
+        >>> Shard("b", order="zigzag")
+        Traceback (most recent call last):
+            ...
+        pipegrid.reshard.errors.BridgeError: Shard('b').order is 'zigzag'; replicas are contiguous blocks
     """
 
 

@@ -56,7 +56,10 @@ class Links:
         return self._first_of.get(rank, rank)
 
     def seconds(self, messages: Sequence[tuple[int, int, float]]) -> float:
-        """Seconds that the busiest link takes for all messages (sending rank, receiving rank, bytes); 0 to oneself."""
+        """Seconds that the busiest link takes for all messages (sending rank, receiving rank, bytes).
+
+        A message of a rank to itself takes no time.
+        """
         busy: dict[tuple[int, bool], float] = {}
         for source, destination, nbytes in messages:
             if source == destination:
@@ -83,7 +86,12 @@ def leaders(givers: Sequence[int], takers: Sequence[int], *, backward: bool) -> 
 
 @frozen(field_transformer=checked_fields(BridgeError))
 class Choice:
-    """A strategy of sending copies, and the figures by which ``"auto"`` decides: arguments of `plan_reshard`.
+    """A strategy, and the figures by which ``"auto"`` decides.
+
+    Attributes:
+        strategy: of sending copies (`plan_reshard`).
+        leader_below: bytes below which ``"auto"`` takes a leader, where the links are not known.
+        links: speeds, where they are known.
 
     Examples:
         >>> Choice("auto", leader_below=4096).leads([0, 1], [2, 3], nbytes=1024, backward=False)

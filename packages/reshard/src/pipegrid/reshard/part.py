@@ -13,7 +13,11 @@ from pipegrid.reshard.plan import Completion, ReshardPlan
 
 @frozen(slots=False, eq=False)
 class RankPart:
-    """The sends, receives, sums and completions of the global ``rank`` in a plan.
+    """The sends, receives, sums and completions of one rank.
+
+    Attributes:
+        plan: the plan that the rank runs a part of.
+        rank: the global rank.
 
     Examples:
         >>> from pipegrid.topology import place
@@ -57,7 +61,10 @@ class RankPart:
 
     @cached_property
     def joined_along(self) -> int | None:
-        """The axis along which the pieces, as `receives_in_order`, join to all that this rank gets; or None."""
+        """The axis along which the pieces, in the order of `receives_in_order`, make up what this rank gets; or None.
+
+        None where copies complete it, or where the pieces do not join along one axis.
+        """
         shape, boxes = self.destination_shape, [self.receives[peer] for peer in self.receives_in_order]
         if self.completions or len(boxes) < 2 or any(len(own) != 1 for own in boxes):
             return None

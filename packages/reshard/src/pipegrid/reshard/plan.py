@@ -36,6 +36,12 @@ class Message:
 
     The boxes are in the coordinates of the two local tensors and have one shape.
 
+    Attributes:
+        source: the rank that sends.
+        destination: the rank that receives.
+        source_box: the part of the source's tensor that is sent.
+        destination_box: its place in the destination's tensor.
+
     Examples:
         >>> str(Message(0, 3, Box((0, 0), (2, 8)), Box((0, 0), (2, 8))))
         '0[0:2, 0:8] -> 3[0:2, 0:8]'
@@ -87,7 +93,10 @@ class ReshardPlan:
         dst: the side that receives.
         sizes: of the axes of the tensor.
         backward: whether it moves a gradient.
-        itemsize: bytes of an element; strategy, threshold and links are those of `plan_reshard`.
+        strategy: of sending copies (`plan_reshard`).
+        itemsize: bytes of an element.
+        leader_below: bytes below which ``"auto"`` takes a leader, where the links are not known.
+        links: speeds, where they are known.
         cuts: of each axis, the parts that both sides are divided into.
         reductions: ranks that add up their partial sums (step 1).
         messages: boxes that cross the boundary (step 2).
@@ -305,8 +314,8 @@ def _shared(givers: Sequence[int], takers: Sequence[int], boxes: Sequence[tuple[
         for source_box, destination_box in boxes:
             start, stop = int(source_box.shape[axis] * low), int(source_box.shape[axis] * high)
             if start < stop:
-                pair = (box.narrow(axis, start, stop) for box in (source_box, destination_box))
-                new.append(Message(givers[i], takers[j], *pair))
+                given, taken = source_box.narrow(axis, start, stop), destination_box.narrow(axis, start, stop)
+                new.append(Message(givers[i], takers[j], given, taken))
     return new
 
 

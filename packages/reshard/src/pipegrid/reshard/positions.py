@@ -26,6 +26,10 @@ class Positions:
         ranks: per position its ranks, ascending. Positions are in the order of the stages they hold, so that stages
             with ranks of their own have their own number.
         placement: per stage the positions that hold it, ascending.
+
+    Examples:
+        >>> Positions(ranks=((0, 1), (2,)), placement=((0,), (1,))).placement
+        ((0,), (1,))
     """
 
     ranks: tuple[tuple[int, ...], ...]
@@ -33,7 +37,10 @@ class Positions:
 
 
 def check_places(graph: ModuleGraph, grids: Grids, stage_placement: Mapping[str, Sequence[int]]) -> None:
-    """Raise `BridgeError` unless each stage has a place in its module's pipeline, and each place a stage.
+    """Raise unless each stage has a place in its module's pipeline, and each place a stage.
+
+    Raises:
+        BridgeError: some stage or place has none.
 
     Examples:
         >>> from pipegrid.core import ModuleGraph
@@ -57,7 +64,10 @@ def check_places(graph: ModuleGraph, grids: Grids, stage_placement: Mapping[str,
 
 
 def positions_of(graph: ModuleGraph, grids: Grids, stage_placement: Mapping[str, Sequence[int]]) -> Positions:
-    """The positions of modules on ``grids``, with their stages at the places of ``stage_placement``; errors of these.
+    """The positions of modules on ``grids``, with their stages at the places of ``stage_placement``.
+
+    Raises:
+        BridgeError: as `check_places`.
 
     Examples:
         >>> from pipegrid.core import ModuleGraph
@@ -137,5 +147,9 @@ def alike(source: Side, destination: Side) -> bool:
         True
     """
     sums = (*source.partial_groups, *destination.partial_groups)
-    held = [(side.base, side.dims, side.lane_weights, side.members) for side in (source, destination)]
-    return held[0] == held[1] and not sums
+    return _held(source) == _held(destination) and not sums
+
+
+def _held(side: Side) -> object:
+    """A key that is equal for sides whose ranks hold equal parts."""
+    return side.base, side.dims, side.lane_weights, side.members

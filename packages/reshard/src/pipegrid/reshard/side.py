@@ -56,6 +56,7 @@ class Shard(Placement):
     """Ranks along the dim hold different parts of an axis.
 
     Attributes:
+        axis: its name.
         order: ``"zigzag"`` is the order of causal load balancing over ``n`` ranks: the axis is cut in ``2n`` chunks and
             rank ``i`` holds chunks ``i`` and ``2n - 1 - i``. The batch is cut in contiguous blocks only.
 
@@ -102,6 +103,12 @@ class GridLike(Protocol):
     """The part of `pipegrid.topology.grid.Grid` that a side reads: the first dim varies fastest.
 
     Its ranks are consecutive, or those of an attribute ``ranks``, ascending.
+
+    Examples:
+        >>> from pipegrid.topology import HyperCommGrid
+        >>> grid: GridLike = HyperCommGrid([2, 2], ["tp", "dp"], world_size=4)
+        >>> boundary_side(grid, "source").ranks
+        (0, 1, 2, 3)
     """
 
     @property
@@ -139,10 +146,18 @@ class Side:
     of them.
 
     Attributes:
+        name: of the module.
+        base: the first rank.
         dims: major first: where two dims shard one axis, the later one cuts what the earlier one left.
         lane_weights: in which proportion the replicas share the batch, for instance samples per replica; by default
             equally.
         members: the ranks, where they are not those of a formula.
+
+    Examples:
+        >>> from pipegrid.topology import HyperCommGrid
+        >>> side = boundary_side(HyperCommGrid([2, 2], ["tp", "dp"], world_size=4), "source")
+        >>> side.ranks, [dim.name for dim in side.dims]
+        ((0, 1, 2, 3), ['dp', 'tp'])
     """
 
     name: str
@@ -182,7 +197,11 @@ class Side:
         return self.num_shards(BATCH)
 
     def shard_of(self, rank: int, axis: str) -> int:
-        """Index of the part of ``axis`` that the rank holds (major first); `BridgeError` for another rank."""
+        """Index of the part of ``axis`` that the rank holds (major first).
+
+        Raises:
+            BridgeError: the rank is not on the side.
+        """
         coords = self._coords_at(rank)
         index = 0
         for dim, coord in zip(self.dims, coords, strict=True):
@@ -198,7 +217,8 @@ class Side:
     def replica_dim(self) -> SideDim | None:
         """The dim of replicas, ``dp``, where it alone shares out the batch, in equal parts; None where none does.
 
-        `BridgeError`: the batch is shared out otherwise: by another dim, or unequally.
+        Raises:
+            BridgeError: the batch is shared out otherwise: by another dim, or unequally.
         """
         own = [dim for dim in self.dims if dim.name == REPLICAS or dim.placement == Shard(BATCH)]
         uneven = len({*(self.lane_weights or ())}) > 1
@@ -223,7 +243,11 @@ class Side:
         return {key: tuple(ranks) for key, ranks in classes.items()}
 
     def class_of(self, rank: int) -> tuple[int, ...]:
-        """The shard index of the rank along each of `axes`; `BridgeError` where it is not on the side."""
+        """The shard index of the rank along each of `axes`.
+
+        Raises:
+            BridgeError: the rank is not on the side.
+        """
         self._coords_at(rank)
         return tuple(self.shard_of(rank, axis) for axis in self.axes)
 
@@ -303,13 +327,14 @@ def _cut(held: Sequence[Interval], parts: int, order: Order) -> list[tuple[Inter
 def replica_side(side: Side, replica: int) -> Side:
     """The ranks of one replica of ``side``, as a side of their own.
 
-    `BridgeError`: as `Side.replica_dim`; or there is no such replica.
+    Raises:
+        BridgeError: as `Side.replica_dim`; or there is no such replica.
 
     Examples:
         >>> from pipegrid.topology import HyperCommGrid
-        >>> side: Side = boundary_side(HyperCommGrid([2, 2], ["tp", "dp"], world_size=4), "source")
-        >>> side.ranks, replica_side(side, 1).ranks
-        ((0, 1, 2, 3), (2, 3))
+        >>> side = boundary_side(HyperCommGrid([2, 2], ["tp", "dp"], world_size=4), "source")
+        >>> replica_side(side, 1).ranks
+        (2, 3)
     """
     own = side.replica_dim
     if replica not in range(own.size if own else 1):
@@ -323,8 +348,7 @@ def as_grid(grid: Any, what: str = "the grid") -> Grid:
 
     Examples:
         >>> from pipegrid.topology import HyperCommGrid
-        >>> grid: GridLike = HyperCommGrid([2], ["dp"], world_size=2)
-        >>> as_grid(grid).ranks
+        >>> as_grid(HyperCommGrid([2], ["dp"], world_size=2)).ranks
         range(0, 2)
     """
     found: GridLike = checked(grid, _GRID, what, BridgeError)

@@ -43,7 +43,8 @@ SPLIT_SIZES = "_mimo_bridge_split_sizes"
 def marked_samples(tensor: Any) -> tuple[int, ...] | None:
     """The rows of each sample by the attribute `SPLIT_SIZES` of a tensor; None of one without it.
 
-    `ShapeError`: the attribute has something else than numbers of rows.
+    Raises:
+        ShapeError: the attribute has something else than numbers of rows.
 
     Examples:
         >>> from types import SimpleNamespace
@@ -59,7 +60,12 @@ def marked_samples(tensor: Any) -> tuple[int, ...] | None:
 
 
 def as_axis_of(dim_mapping: Mapping[str, int]) -> dict[str, int]:
-    """The axis of each name, that of the batch among them."""
+    """The axis of each name, that of the batch among them.
+
+    Examples:
+        >>> as_axis_of({"s": 1, "b": 0, "h": 2})
+        {'s': 1, 'b': 0, 'h': 2}
+    """
     mapping = {
         name: checked(axis, Index, f"the axis of {name!r} in dim_mapping", BridgeError)
         for name, axis in dim_mapping.items()
@@ -101,7 +107,7 @@ def axis_names(ndim: int, dim_mapping: Mapping[str, int] | None = None) -> AxisN
             neither is the batch.
 
     Examples:
-        >>> axis_names(3), axis_names(2, as_axis_of({"s": 1, "b": 0, "h": 2}))
+        >>> axis_names(3), axis_names(2, {"s": 1, "b": 0, "h": 2})
         ((('b',), ('s',), ('h',)), (('b', 's'), ('h',)))
     """
     ndim = checked(ndim, _Axes, "tensor_ndim", BridgeError)
@@ -252,7 +258,8 @@ def axis_spans(
     """The rows of one axis that a rank holds, given its parts of each name folded into the axis."""
     names, extent, samples = sizes.axes[axis], sizes.shape[axis], sizes.samples
     whole = ((Fraction(0), Fraction(1)),)
-    own, inner = (*parts, whole, whole)[:2]
+    own = parts[0] if names else whole  # of the batch, if it is in the axis: what is folded into it comes second
+    inner = parts[1] if len(names) == 2 else whole
     if BATCH not in names:
         return merge([(int(extent * a), int(extent * b)) for a, b in own])
     units = [(to_sample(a), to_sample(b)) for a, b in own]

@@ -14,8 +14,16 @@ from pipegrid.topology.job.roles import MIMO_LANGUAGE_MODULE_KEY
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-_DIMS = {name: tuple(name.split("_")) for name in ("tp", "cp", "pp", "dp", "tp_cp", "dp_cp", "tp_dp_cp")}
-_DIMS["mp"] = ("tp", "pp")
+_DIMS: dict[str, tuple[str, ...]] = {
+    "tp": ("tp",),
+    "cp": ("cp",),
+    "pp": ("pp",),
+    "dp": ("dp",),
+    "mp": ("tp", "pp"),
+    "tp_cp": ("tp", "cp"),
+    "dp_cp": ("dp", "cp"),
+    "tp_dp_cp": ("tp", "dp", "cp"),
+}
 # In the view of the experts.
 _EXPERT_DIMS: dict[str, tuple[str, ...]] = {
     "ep": ("ep",),
@@ -170,8 +178,12 @@ class MultiModuleProcessGroupCollection:
         if not views.keys() <= grids.keys():
             raise PlacementError(f"expert_views has modules {list(views)}; those with grids are {list(grids)}")
         here = {module: grid for module, grid in grids.items() if grid.is_current_rank_in_grid()}
-        made = ProcessGroupCollection.from_grid
-        return cls({module: made(grid, *names, expert_view=views.get(module)) for module, grid in here.items()})
+        return cls(
+            {
+                module: ProcessGroupCollection.from_grid(grid, *names, expert_view=views.get(module))
+                for module, grid in here.items()
+            }
+        )
 
     @property
     def language(self) -> ProcessGroupCollection | None:

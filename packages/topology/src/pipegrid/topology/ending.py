@@ -28,8 +28,9 @@ def destroy_groups(
 ) -> None:
     """Destroy each group once, latest first: on all members, in the same order. Groups that no longer exist are left.
 
-    ``groups`` are in the order of their creation. Those that some other member has not begun to destroy within
-    ``seconds`` are aborted.
+    Args:
+        groups: in the order of their creation.
+        seconds: until groups that some other member has not begun to destroy are aborted.
     """
     import torch.distributed as dist
 

@@ -194,10 +194,16 @@ def span_of(ranks: Sequence[int]) -> str:
     return ", ".join(texts if len(texts) <= _MOST_RUNS else (*texts[: _MOST_RUNS - 2], "...", texts[-1]))
 
 
-def make_view(
-    base: Grid, name: str, shape: Sequence[int], dim_names: Sequence[str], shared_dims: Dims | None
-) -> tuple[Grid, frozenset[str]]:
-    """A view of ``base``, a second factorization of its ranks; groups over the shared dims alone are the grid's own.
+@frozen
+class View:
+    """A second factorization of a grid's ranks; groups over ``shared_dims`` alone are the grid's own groups."""
+
+    grid: Grid
+    shared_dims: frozenset[str]
+
+
+def make_view(base: Grid, name: str, shape: Sequence[int], dim_names: Sequence[str], shared_dims: Dims | None) -> View:
+    """A view of ``base``, checked.
 
     Two dims enumerate to the same groups exactly when their sizes and strides agree (or both have size one): the
     group of a rank is then the same progression on either side. Groups over several shared dims join the groups over
@@ -215,12 +221,17 @@ def make_view(
             raise GridError(
                 f"view {name!r} {grid} cannot share {dim!r} of the grid {base}: both must have it, with the same groups"
             )
-    return grid, frozenset(shared)
+    return View(grid, frozenset(shared))
 
 
 @frozen
 class GroupRequest:
-    """The groups of a grid that vary in ``dims``, which are those of ``view``; None: of the grid itself."""
+    """The groups of a grid that vary in some of its dims.
+
+    Attributes:
+        dims: in which the ranks of a group differ.
+        view: the view that has these dims; None: the grid itself.
+    """
 
     dims: tuple[str, ...] = field(converter=dims_of)
     view: str | None = None

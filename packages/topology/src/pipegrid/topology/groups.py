@@ -11,7 +11,7 @@ from datetime import timedelta
 from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
-from attrs import asdict, evolve, field, frozen
+from attrs import field, frozen
 
 from pipegrid.core.fields import Index, Name, Rule, checked, checked_fields
 from pipegrid.topology.addresses import gloo_interface, server_of
@@ -35,10 +35,15 @@ def _as_ranks(ranks: Iterable[int]) -> tuple[int, ...]:
 
 @frozen(field_transformer=checked_fields(GridError))
 class GroupSpec:
-    """A process group to create, of global ``ranks`` in group-rank order; ``label`` is its purpose.
+    """A process group to create.
 
     Specs with the same ranks in the same order share one real group, unless ``shared`` is False: lanes and bridges need
     traffic that nothing else can delay, so each of those has a group of its own, identified by its label.
+
+    Attributes:
+        ranks: global, in group-rank order.
+        label: the group's purpose.
+        shared: whether equal ranks are one group.
     """
 
     ranks: tuple[int, ...] = field(converter=_as_ranks)
@@ -223,10 +228,17 @@ def unconnected_group(ranks: Sequence[int], label: str) -> ProcessGroup:
     from pipegrid.topology import torch_compat as compat
 
     options = group_options()
-    alone = evolve(options, pg_options=compat.unconnected_options(options.backend), group_desc=label)
-    name = compat.free_name(f"pipegrid/places/{label} from rank {ranks[0]}")
     with compat.unconnected():
-        return compat.make_group(ranks=ranks, name=name, connects=False, **asdict(alone, recurse=False))
+        return compat.make_group(
+            ranks=ranks,
+            name=compat.free_name(f"pipegrid/places/{label} from rank {ranks[0]}"),
+            backend=options.backend,
+            timeout=options.timeout,
+            creation_timeout=options.creation_timeout,
+            pg_options=compat.unconnected_options(options.backend),
+            group_desc=label,
+            connects=False,
+        )
 
 
 def _create(spec: GroupSpec, options: GroupOptions, members: Rendezvous) -> ProcessGroup:
@@ -246,8 +258,15 @@ def _create(spec: GroupSpec, options: GroupOptions, members: Rendezvous) -> Proc
     connected = f"{name}/connected"
     try:
         with compat.over(interface):
-            described = evolve(options, group_desc=options.group_desc or spec.label)
-            group = compat.make_group(ranks=spec.ranks, name=name, **asdict(described, recurse=False))
+            group = compat.make_group(
+                ranks=spec.ranks,
+                name=name,
+                backend=options.backend,
+                timeout=options.timeout,
+                creation_timeout=options.creation_timeout,
+                pg_options=options.pg_options,
+                group_desc=options.group_desc or spec.label,
+            )
     except SilentStoreError:
         if reason := reason_to_give_up()():
             raise GroupConnectionError(f"rank {members.rank} gave up group {spec.label!r}: {reason}") from None
@@ -276,7 +295,10 @@ def control_store(label: str, *, timeout: timedelta = _CONNECT) -> Store:
     Every rank that gives ``label`` sees the same keys; another label is another key space, so give each attempt of a
     job its own. The store has a connection of its own: a thread may use it while others wait on the default store.
     In a dry run (backend ``fake``) no other rank exists: the store is new with each call, and of this process alone.
-    ``timeout`` is for the connection to the process that has the default group's store, which may have ended.
+
+    Args:
+        label: of the key space.
+        timeout: for the connection to the process that has the default group's store, which may have ended.
 
     Raises:
         GroupStoreError: that process did not answer in time.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipegrid.core.fields import Name, checked
 from pipegrid.topology.errors import GridError, GridKeyError, WorldError
-from pipegrid.topology.grid import Dims, Grid, GroupRequest, make_view, span_of
+from pipegrid.topology.grid import Dims, Grid, GroupRequest, View, make_view, span_of
 from pipegrid.topology.grid_groups import GridGroups, SharedGroup, create_held
 from pipegrid.topology.groups import GroupSpec, group_options, unconnected_group
 from pipegrid.topology.world import require_default_group, resolve_rank, resolve_world_size
@@ -26,7 +26,8 @@ class HyperCommGrid:
     with several grids creates all its groups in one call of `create_grid_groups`.
 
     Args:
-        shape: size of each dim of ``dim_names``.
+        shape: size of each dim.
+        dim_names: their names.
         rank_offset: the grid's first rank, where its ranks are consecutive.
         backend: of the groups; None is the default process group's.
         ranks: the grid's ranks, ascending; None: consecutive ones.
@@ -53,7 +54,7 @@ class HyperCommGrid:
         world_size: int | None = None,
     ) -> None:
         self._base = Grid(shape, dim_names, rank_offset, members=ranks)
-        self._views: dict[str, tuple[Grid, frozenset[str]]] = {}  # and the dims that are shared
+        self._views: dict[str, View] = {}
         self._groups = GridGroups()
         self._world_size = resolve_world_size(world_size)
         self._backend: str | None = checked(backend, Name | None, "backend", GridError)
@@ -148,13 +149,13 @@ class HyperCommGrid:
             raise GridError(f"the view name {name!r} is taken")
         self._views[name] = make_view(self._base, name, shape, dim_names, shared_dims)
 
-    def _view(self, name: str) -> tuple[Grid, frozenset[str]]:
+    def _view(self, name: str) -> View:
         if name not in self._views:
             raise GridKeyError(f"unknown view {name!r}; the registered ones are {list(self._views)}")
         return self._views[name]
 
     def _factorization(self, view: str | None) -> Grid:
-        return self._base if view is None else self._view(view)[0]
+        return self._base if view is None else self._view(view).grid
 
     def select_dims(self, dims: Dims | None = None, *, view: str | None = None) -> tuple[str, ...]:
         """``dims`` (None: all) in the grid's or the view's order, the fastest first."""
@@ -164,7 +165,7 @@ class HyperCommGrid:
     def canonical(self, dims: Dims, *, view: str | None = None) -> GroupRequest:
         """The request in its one spelling: dims in the grid's order, shared ones in the grid's own view."""
         selected = self._factorization(view).select(dims)
-        if view is not None and self._view(view)[1].issuperset(selected):
+        if view is not None and self._view(view).shared_dims.issuperset(selected):
             return GroupRequest(self._base.select(selected))
         return GroupRequest(selected, view)
 
@@ -205,7 +206,10 @@ class HyperCommGrid:
         pg_options: Any = None,
         group_desc: str | None = None,
     ) -> list[ProcessGroup | None]:
-        """Create several groups in the one order of creation, in that of ``requests``; ``view`` is of dims alone."""
+        """Create several groups in the one order of creation; returns them in the order of ``requests``.
+
+        ``view`` applies to the requests that are dims alone.
+        """
         wanted = as_requests(requests, view=view)
         create_grid_groups({self: wanted}, timeout=timeout, pg_options=pg_options, group_desc=group_desc)
         return [self.get_pg(request.dims, view=request.view) for request in wanted]
@@ -222,7 +226,11 @@ class HyperCommGrid:
             self._groups.hold(request, SharedGroup(group, ranks, "places"))
 
     def get_pg(self, dims: Dims, *, view: str | None = None) -> ProcessGroup | None:
-        """The group of this rank that varies in ``dims``; None outside the grid, `GridKeyError` before its creation."""
+        """The group of this rank that varies in ``dims``; None for a rank outside the grid.
+
+        Raises:
+            GridKeyError: it has not been created.
+        """
         return self._groups[self.canonical(dims, view=view)]
 
     def has_pg(self, dims: Dims, *, view: str | None = None) -> bool:
@@ -257,8 +265,12 @@ class HyperCommGrid:
         """The DeviceMesh of this rank's slice of the grid over ``dims``; None for a rank outside the grid.
 
         A mesh's last dim varies fastest, a grid's first one: the mesh's dims are the grid's in reverse, for example
-        ``("dp", "tp")``. It uses the groups that `create_pg` made, one per dim; ``dims`` are in any order, None is all.
-        ``device_type`` is as for DeviceMesh; None is the device that the groups' backend serves.
+        ``("dp", "tp")``. It uses the groups that `create_pg` made, one per dim.
+
+        Args:
+            dims: in any order; None is all.
+            view: the view they belong to.
+            device_type: as for DeviceMesh; None is the device that the groups' backend serves.
         """
         import torch
         import torch.distributed as dist
@@ -278,9 +290,10 @@ class HyperCommGrid:
 
     @classmethod
     def from_device_mesh(cls, mesh: DeviceMesh) -> HyperCommGrid:
-        """The grid of a DeviceMesh, the dims in reverse, with the mesh's own groups, which it never destroys.
+        """The grid of a DeviceMesh, with the mesh's own groups, which it never destroys.
 
-        `GridError`: the mesh has no dim names, or its ranks do not ascend with the last dim fastest.
+        Raises:
+            GridError: the mesh has no dim names, or its ranks do not ascend with the last dim fastest.
         """
         names = mesh.mesh_dim_names
         if names is None:
@@ -316,9 +329,13 @@ def create_grid_groups(
 
     Every rank calls this with the same requests. The order of creation is computed from all of them, so grids
     that overlap cannot block each other, and groups of different grids with the same ranks and options are
-    one real group, destroyed with the last grid that holds it. ``requests`` has the groups to create of each: dims (a
-    name, or several) or, for a view, a `GroupRequest`; the other arguments are those of `HyperCommGrid.create_pg`, and
-    one object of ``pg_options`` serves all groups.
+    one real group, destroyed with the last grid that holds it.
+
+    Args:
+        requests: per grid the groups to create: dims (a name, or several) or, for a view, a `GroupRequest`.
+        timeout: as in `HyperCommGrid.create_pg`.
+        pg_options: as in `HyperCommGrid.create_pg`; one object serves all groups.
+        group_desc: as in `HyperCommGrid.create_pg`.
 
     Raises:
         GridKeyError: a grid has one of the groups already, or a request occurs twice.

@@ -52,10 +52,17 @@ class BridgeCommunicator(BridgeEnds):
     a replica may have no rows. Gradients then belong to activations in the order in which those were sent, counting
     those sent with gradients enabled: run forward-only steps under `torch.no_grad`.
 
+    Attributes (beside those of `BridgeEnds`):
+        exchange: the implementation of the verbs on a rank of the boundary.
+
     Args:
+        src_grid: grid of the module that makes the tensor.
+        dest_grid: grid of the module that consumes it.
         dim_mapping: axis of ``"b"``, ``"s"`` and ``"h"``; default ``{"s": 1, "b": 0, "h": 2}``, and for
             ``tensor_ndim=2`` ``[b*s, h]``.
         comm_dtype: dtype on the wire; what arrives has the dtype of what was sent. None is the tensor's own.
+        src_module_name: for labels and messages.
+        dest_module_name: for labels and messages.
         tensor_ndim: axes of the tensor.
         options: of the edge; its ``dim_mapping``, ``comm_dtype`` and ``tensor_ndim`` take precedence where they are
             set. Each of the other `EdgeOptions` may be given by its name in place of them.
@@ -145,7 +152,11 @@ class BridgeCommunicator(BridgeEnds):
             undo.pop_all()
 
     def attach(self, lanes: Lanes) -> None:
-        """Use lanes that are open already; `BridgeError` unless this rank's of ``lane_specs`` are among them."""
+        """Use lanes that are open already, this rank's of ``lane_specs`` among them.
+
+        Raises:
+            BridgeError: no lanes, or one of this rank's is not among them.
+        """
         self._traffic.attach(lanes)
 
     @property
@@ -193,13 +204,18 @@ class BridgeCommunicator(BridgeEnds):
         return self.exchange.isend_forward(tensor, samples=samples)
 
     def irecv_forward(self, shape: Sequence[int] | None = None) -> ReceiveHandle | None:
-        """Start receiving the next activation, the ``result()``; with ``shape``, anything else is a ShapeError."""
+        """Start receiving the next activation; ``result()`` of what is returned is the tensor.
+
+        With ``shape``, anything else that arrives is a ShapeError.
+        """
         if (self._destroyed or not self.is_destination) and not self.takes_part(_FORWARD, sends=False):
             return None
         return self.exchange.irecv_forward(shape)
 
     def isend_backward(self, grad: Any) -> Handle | None:
-        """Start sending the gradient of the oldest activation that has none yet, of a payload a tree; None means zeros.
+        """Start sending the gradient of the oldest activation that has none yet; None means zeros.
+
+        Of a payload, a tree of gradients, with None for leaves without.
 
         Raises:
             BridgeError: this rank is not in the destination grid, the edge has no backward, or no activation is waiting
@@ -211,13 +227,21 @@ class BridgeCommunicator(BridgeEnds):
         return self.exchange.isend_backward(grad)
 
     def irecv_backward(self, shape: Sequence[int] | None = None) -> ReceiveHandle | None:
-        """Start receiving the gradient of the oldest activation that has none yet; errors as of `isend_backward`."""
+        """Start receiving the gradient of the oldest activation that has none yet.
+
+        Raises:
+            BridgeError: this rank is not in the source grid, the edge has no backward, or no activation was sent.
+        """
         if not self.takes_part(_BACKWARD, sends=False):
             return None
         return self.exchange.irecv_backward(shape)
 
     def check(self) -> None:
-        """Raise `CollectiveFailedError` if a completion waited for on a device has failed: waits only order streams."""
+        """Raise if a completion that was waited for on a device has failed since: a wait there only orders streams.
+
+        Raises:
+            CollectiveFailedError: it has.
+        """
         self._traffic.waits.check()
 
     def abort(self, reason: str) -> None:
@@ -238,7 +262,8 @@ class BridgeCommunicator(BridgeEnds):
     def renew_shapes(self) -> None:
         """Let the next message agree on shapes anew; all ranks of the bridge call it between the same two microbatches.
 
-        `P2PUsageError`: shapes vary anyway, or receives are under way; nothing was renewed then.
+        Raises:
+            P2PUsageError: shapes vary anyway, or receives are under way; nothing was renewed then.
         """
         renew_lanes(self.lanes.values())
         self.exchange.forget()
@@ -262,7 +287,8 @@ class BridgeCommunicator(BridgeEnds):
     def send_forward_recv_backward(self, tensor: Any, *, samples: Sequence[int] | None = None) -> Any:
         """Send an activation and receive a gradient, which may be of an earlier one; both are posted before any wait.
 
-        `BridgeError` where the edge has no backward; nothing is sent then.
+        Raises:
+            BridgeError: the edge has no backward; nothing is sent then.
         """
         if self.is_source and not self.carries_gradients:
             raise self._no_backward("send_forward_recv_backward")

@@ -23,9 +23,14 @@ Way: TypeAlias = tuple[Edge, Direction]
 class EdgeCommunicator(LaneCommunicator, ABC):
     """A communicator over several edges: each is one lane, or an `Exchange` over many lanes.
 
-    The lanes of all edges are opened together. Each exchange of this rank has groups of its own, which end with them.
-    ``_sends`` and ``_receives`` have the functions that start one, ``_inside`` the lanes between ranks of one module,
-    ``_neighbours`` the ranks at the other ends of each edge.
+    The lanes of all edges are opened together. Each exchange has groups of its own, which end with them.
+
+    Attributes:
+        edge_exchanges: the exchanges of this rank.
+        _sends: the functions that start a send, by edge and direction.
+        _receives: the functions that start a receive, likewise.
+        _inside: the lanes of edges between ranks of one module.
+        _neighbours: the ranks at the other ends of each edge.
     """
 
     edge_exchanges: list[Exchange]
@@ -38,7 +43,9 @@ class EdgeCommunicator(LaneCommunicator, ABC):
     def isend(self, payload: Any, *, edge: Edge, direction: Direction) -> Handle:
         """Start sending what this rank has along ``edge`` (forward) or against it (backward).
 
-        `BridgeError`: this rank sends nothing there; `ShapeError`: the edge does not carry this payload.
+        Raises:
+            BridgeError: this rank sends nothing there.
+            ShapeError: the edge does not carry this payload.
         """
         send = self._sends.get((edge, direction))
         if send is None:
@@ -48,7 +55,8 @@ class EdgeCommunicator(LaneCommunicator, ABC):
     def irecv(self, *, edge: Edge, direction: Direction, shapes: Any = None) -> ReceiveHandle:
         """Start receiving the next message along ``edge`` in that direction, of that one shape if ``shapes`` is given.
 
-        `BridgeError`: this rank receives nothing there.
+        Raises:
+            BridgeError: this rank receives nothing there.
         """
         receive = self._receives.get((edge, direction))
         if receive is None:
@@ -90,7 +98,8 @@ class EdgeCommunicator(LaneCommunicator, ABC):
     def renew_shapes(self) -> None:
         """Let the next message of every edge agree on shapes anew; all ranks call it between two steps.
 
-        `P2PUsageError`: shapes vary anyway, or receives are under way; nothing was renewed then.
+        Raises:
+            P2PUsageError: shapes vary anyway, or receives are under way; nothing was renewed then.
         """
         renew_lanes(self.lanes.values())
         for exchange in self.edge_exchanges:

@@ -236,9 +236,15 @@ def leaves_of(
     Without a payload there is one, the ``tensor``; None is a tensor with the axes of the wiring.
     """
     structure = options.structure or Structure(tensor or Axes(*wiring.axes), is_tensor=True)
-    rest = options.choice, options.comm_dtype, variable, options.shape
     plans = [
-        ShapePlans(name if structure.is_tensor else f"{name}, payload{leaf.path}", wired, *rest)
+        ShapePlans(
+            name if structure.is_tensor else f"{name}, payload{leaf.path}",
+            wired,
+            options.choice,
+            options.comm_dtype,
+            variable,
+            options.shape,
+        )
         for leaf, wired in zip(structure.leaves, wiring.leaves, strict=True)
     ]
     return Leaves(name, wiring.rank, device, structure, plans, options.backward, options.comm_dtype)

@@ -84,7 +84,8 @@ class EdgeOptions:
     def structure(self) -> Structure | None:
         """The structure of the payload; None on an edge of one tensor.
 
-        `BridgeError`: the strategy or the shape is that of an edge of one tensor; or as `Structure`.
+        Raises:
+            BridgeError: the strategy or the shape is that of an edge of one tensor; or as `Structure`.
         """
         if self.payload is None:
             return None

@@ -9,7 +9,7 @@ from functools import cached_property, lru_cache, partial
 from typing import TypeAlias
 
 import torch
-from attrs import asdict, define, evolve, field, frozen
+from attrs import define, evolve, field, frozen
 
 from pipegrid.bridges.bridge.wiring import BridgeWiring
 from pipegrid.bridges.steps import require_summed
@@ -235,7 +235,8 @@ class ShapePlans:
             lane, size = src.lane_of(rank), lane_size(src, axes, one)
             if lanes.setdefault(lane, size) != size:
                 raise ShapeError(
-                    f"{self.name}: lane {lane} of {src.name!r} sends different parts: rank {rank} {size}, {lanes[lane]}"
+                    f"{self.name}: ranks of lane {lane} of {src.name!r} send different parts: rank {rank} {size}, "
+                    f"another {lanes[lane]}"
                 )
         dtypes = {one.dtype for _, one in announced}
         if len(dtypes) != 1:
@@ -244,6 +245,15 @@ class ShapePlans:
         rounds = self.comm_dtype is not None and dtype.is_floating_point
         wire: torch.dtype = self.comm_dtype if rounds else dtype  # type: ignore[assignment]
         sizes = sizes_of(src, axes, lanes)
-        how = asdict(self.choice, recurse=False)
-        plan = partial(plan_reshard, src, dst, sizes, itemsize=wire.itemsize, rank=self.wiring.rank, **how)
+        plan = partial(
+            plan_reshard,
+            src,
+            dst,
+            sizes,
+            strategy=self.choice.strategy,
+            itemsize=wire.itemsize,
+            leader_below=self.choice.leader_below,
+            links=self.choice.links,
+            rank=self.wiring.rank,
+        )
         return PlanPair(plan, dtype, wire, self.wiring.rank)

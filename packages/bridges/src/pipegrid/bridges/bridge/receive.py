@@ -165,6 +165,25 @@ class BridgeReceive:
         value: the result of `result`; before that, ``into``, without data.
     """
 
+    __slots__ = (
+        "_allocated",
+        "_alone",
+        "_blocks",
+        "_done",
+        "_error",
+        "_fill",
+        "_filled",
+        "_filled_on",
+        "_finishing",
+        "_handles",
+        "_is_filled",
+        "_marks",
+        "_missing",
+        "_post",
+        "_queue",
+        "value",
+    )
+
     def __init__(
         self,
         queue: ReceiveQueue,

@@ -45,6 +45,7 @@ class MultiModulePipelineCommunicator(ModulePipeline, EdgeCommunicator):
     in one order that is the same on all ranks, and one `batch` spans all of them.
 
     Args:
+        module_to_grid_map: grid of each module.
         topology: the modules that each module feeds.
         config: a `P2PConfig`, or any object with some of its attributes. With ``variable_seq_lengths`` sizes may
             change from microbatch to microbatch, on every edge.
@@ -258,16 +259,18 @@ class MultiModulePipelineCommunicator(ModulePipeline, EdgeCommunicator):
     def recv_forward(self, tensor_shape: Any = None, is_first_stage: bool = False) -> Tensors:
         """The next activations of this rank's modules, by name; no entry for a module that nothing feeds here.
 
-        ``tensor_shape`` is what is expected inside of modules, or a dict by name for any entry. ``is_first_stage`` on a
-        rank that holds no first stage of the pipeline is an error.
+        Args:
+            tensor_shape: the shape that is expected inside of modules, or a dict by name for any entry.
+            is_first_stage: True on a rank that holds no first stage of the pipeline is an error.
         """
         return self._exchange(receive=partial(self._dicts.receive_forward, tensor_shape), first=is_first_stage)
 
     def send_forward(self, output_dict: Tensors, is_last_stage: bool = False) -> None:
         """Send the outputs of this rank's modules, by name, to the next stages of each module.
 
-        Entries of sinks are legal; nothing is sent for them. ``is_last_stage`` on a rank that holds no last stage of
-        the pipeline is an error.
+        Args:
+            output_dict: module name to tensor. Entries of sinks are legal; nothing is sent for them.
+            is_last_stage: True on a rank that holds no last stage of the pipeline is an error.
 
         Raises:
             MissingTensorError: no entry for a module that sends here, or one for a module that is not here.

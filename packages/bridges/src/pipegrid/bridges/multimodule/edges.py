@@ -101,7 +101,9 @@ class ModuleEdges:
         boxes = {name: as_grid(grid) for name, grid in self.grids.items()}
         sizes = {name: box.length(REPLICAS) for name, box in boxes.items()}
         if len({*sizes.values()}) > 1:
-            raise BridgeError(f"replicas=True, and the modules have dp {sizes}: units move between equal numbers")
+            raise BridgeError(
+                f"replicas=True, and the modules have dp {sizes}: units move where each has as many replicas"
+            )
         for ends in self.options:
             for side in self.boundary(ends):
                 side.replica_dim  # noqa: B018 -- raises where replicas are not parts of the batch
@@ -111,16 +113,20 @@ class ModuleEdges:
                 places.setdefault(one, set()).add(box.place(one, REPLICAS))
         for one, found in places.items():
             if len(found) > 1:
-                raise BridgeError(f"rank {one} is in replicas {sorted(found)} of its modules, and may be in one alone")
+                raise BridgeError(
+                    f"rank {one} is in replicas {sorted(found)} of its modules; where units move it is in one"
+                )
         return min(places.get(rank, {0})), max(sizes.values())
 
     def sides(self) -> Iterator[tuple[str, str, Side, Side]]:
         """Both sides of every edge; of a payload that moves, those of each of its leaves."""
         for ends, option in self.options.items():
-            (src, dst), both, structure = ends, self.boundary(ends), option.structure
-            leaves = () if structure is None or alike(*both) else structure.leaves
-            for sides in [leaf.sides(*both) for leaf in leaves] or [both]:
-                yield src, dst, *sides
+            both, structure = self.boundary(ends), option.structure
+            moved = [both]
+            if structure is not None and not alike(*both):
+                moved = [leaf.sides(*both) for leaf in structure.leaves]
+            for sides in moved:
+                yield (*ends, *sides)
 
     def require_dicts(self) -> None:
         """Raise, on every rank alike, unless each rank can exchange dicts by module.

@@ -48,7 +48,13 @@ class ModulePipeline:
     """The pipeline of a `MultiModulePipelineCommunicator`; its arguments are that one's. Nothing is sent here.
 
     Attributes:
+        module_to_grid_map: grid of each module.
+        topology: the modules that each module feeds.
         graph: of the stages of all modules.
+        stage_placement: per module, the place in its pipeline of each of its stages.
+        dim_mapping: axes of the modules' outputs.
+        module_output_ndim: axes of each module's output, where they are not 3.
+        rank: this rank.
         places: this rank's modules, in the order of the graph, with its place in the pipeline of each.
     """
 
@@ -79,7 +85,7 @@ class ModulePipeline:
         check_places(graph, grids, self.stage_placement)
         options = checked_options(edges, graph)
         self._has_backward = modules_with_backward(graph, options)
-        used, placed = checked_traffic(traffic, graph.stage_edges), self._named(placements, "placements")
+        placed, used = self._named(placements, "placements"), checked_traffic(traffic, graph.stage_edges)
         self._edges = ModuleEdges(graph, grids, self.stage_placement, options, placed, used)
         boxes = {name: as_grid(grids[name]) for name in graph.order}
         self.places = {name: box.place(rank, "pp") for name, box in boxes.items() if rank in box.ranks}
@@ -102,8 +108,9 @@ class ModulePipeline:
         option = self._edges.options[ends]
         declared = 3 if option.shape is None else len(option.shape)
         ndim = option.tensor_ndim or self.module_output_ndim.get(ends[0], declared)
-        dims, (src, dst) = option.dim_mapping or self._mapping(ndim), self._edges.placements_at(ends)
-        return evolve(option, tensor_ndim=ndim, dim_mapping=dims, src_placements=src, dest_placements=dst)
+        axes = option.dim_mapping or self._mapping(ndim)
+        src, dst = self._edges.placements_at(ends)
+        return evolve(option, tensor_ndim=ndim, dim_mapping=axes, src_placements=src, dest_placements=dst)
 
     @cached_property
     def positions(self) -> Positions:

@@ -114,7 +114,8 @@ class RankModuleInfo:
     """The part of this rank in one module.
 
     Attributes:
-        pp_rank: its place in the module's pipeline, of ``pp_size``.
+        pp_rank: its place in the module's pipeline.
+        pp_size: places in the module's pipeline.
         p2p_communicator: lanes to the module's other places, with the blocking verbs of a `P2PCommunicator`.
         bridge_comms_as_src_module: bridges to the modules that this one feeds.
         bridge_comms_as_dest_module: bridges from the modules that feed this one.

@@ -27,7 +27,7 @@ Ranks: TypeAlias = int | Sequence[int] | None
 
 
 class Named(TypedDict, total=False):
-    """The neighbours of one call, where they are not the topology's; see `VTPFunctions`."""
+    """The neighbours of one call, where they are not the topology's: arguments of all `VTPFunctions`."""
 
     group: Any
     next_rank: Ranks
@@ -41,7 +41,11 @@ class VTPFunctions(EdgeCommunicator):
     in its order, cyclic) chooses the boundary across which lies the stage that holds them. All ranks of both stages
     exchange their slices all the same, whichever of them are named. Another rank is a `BridgeError`.
 
-    ``_arriving`` has the exchanges in which this rank receives, by edge and direction.
+    Attributes:
+        topology: the ranks of each stage.
+        stage: this rank's.
+        _boundaries: those with this rank on one of their sides.
+        _arriving: the exchanges in which this rank receives, by edge and direction.
     """
 
     topology: VTPTopology
@@ -187,7 +191,11 @@ class VTPFunctions(EdgeCommunicator):
         wait_on_reqs: bool = True,
         **named: Unpack[Named],
     ) -> tuple[torch.Tensor | None, Requests | None]:
-        """As `recv_forward_with_reqs`, of a gradient, ``"recv_next"``; nothing on the last stage, in a ring its end."""
+        """Receive a gradient; nothing on the last stage, which in a ring is stage 0 as its end.
+
+        Returns:
+            As `recv_forward_with_reqs`, with ``"recv_next"``.
+        """
         if not self.topology.sends_forward(self.stage, is_end_stage=is_end_stage):
             return None, None
         return self._receive_with_reqs(tensor_shape, config, _B, self._beside("next", **named), wait_on_reqs)

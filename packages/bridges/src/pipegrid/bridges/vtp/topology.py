@@ -148,7 +148,11 @@ class VTPTopology:
                 require_parts(self.sequence_length, part.parts, part.name)
 
     def check_world(self, world_size: int) -> None:
-        """Raise `BridgeError` unless the stages fit the world; the message says which one they fit."""
+        """Raise unless the stages fit the world.
+
+        Raises:
+            BridgeError: the message says which world would.
+        """
         needed = max(self._place) + 1
         if world_size < needed or (world_size > needed and self.ranks is None):
             raise BridgeError(
@@ -202,7 +206,11 @@ class VTPTopology:
         }
 
     def place_of(self, rank: int) -> tuple[int, int]:
-        """The stage of the rank, and the replica; `BridgeError` where it has none."""
+        """The stage of the rank, and the replica.
+
+        Raises:
+            BridgeError: it has none.
+        """
         if rank not in self._place:
             raise BridgeError(f"rank {rank} holds no stage; the stages are on ranks {self.stage_ranks}")
         return self._place[rank]

@@ -27,7 +27,9 @@ VARIABLE = "PIPEGRID_STORE"
 def serve_store(host: str = "localhost", port: int = 0) -> Iterator[str]:
     """Serve a store in this process; its address, ``host:port``, which child processes find in their environment.
 
-    The ranks reach this machine by the name ``host``; ``port`` 0 is any free one.
+    Args:
+        host: a name of this machine by which the ranks reach it.
+        port: 0: any free one.
     """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, untyped
 
@@ -46,7 +48,10 @@ def serve_store(host: str = "localhost", port: int = 0) -> Iterator[str]:
 def job_store(label: str, *, address: str | None = None, timeout: timedelta = timedelta(seconds=60)) -> Store:
     """The keys under ``label`` of the store that `serve_store` serves, over a connection of its own.
 
-    Each attempt of a job has its own label. ``address`` is ``host:port``; None: that of the environment.
+    Args:
+        label: of the key space; each attempt of a job has its own.
+        address: ``host:port``; None: that of the environment.
+        timeout: for the connection.
 
     Raises:
         GridError: no address.

@@ -106,8 +106,12 @@ def _uncovered(placed: Mapping[str, Grid], world_size: int) -> list[str]:
 def describe(grids: Mapping[str, HyperCommGrid], *, max_rows: int = 64, color: bool = False) -> str:
     """The world as a table, ranks x modules: a row is a rank with its coordinates in each module.
 
-    Drawn by rich where it is installed (the extra ``describe``), with a terminal's colours if ``color``, else in plain
-    text. A world of more than ``max_rows`` has a row per stretch of ranks with the same modules, with their sizes.
+    Drawn by rich where it is installed (the extra ``describe``), else in plain text.
+
+    Args:
+        grids: module name to grid, for example from `place`.
+        max_rows: a larger world has a row per stretch of ranks with the same modules, with the modules' sizes.
+        color: whether to use a terminal's colours; rich only.
 
     Examples:
         >>> "pp1" in describe(place({"images": {"dp": 2}, "language": {"pp": 2}}, world_size=4))

@@ -32,7 +32,12 @@ class ModuleLayout(enum.Enum):
 
 @frozen
 class ModuleStageInfo:
-    """A rank's place in the pipeline of one module: whether it holds the first stage, and the last."""
+    """A rank's place in the pipeline of one module.
+
+    Attributes:
+        is_first_stage: whether it holds the first stage.
+        is_last_stage: whether it holds the last stage.
+    """
 
     is_first_stage: bool
     is_last_stage: bool
@@ -133,10 +138,13 @@ class RankRole:
     def build(
         cls, modality_module_names: Sequence[str], module_to_grid_map: Mapping[str, HyperCommGrid] | None = None
     ) -> Self:
-        """The role of this rank, under the name that Megatron has for it now: `from_grid_map`, with its errors.
+        """The role of this rank, under the name that Megatron has for it now: `from_grid_map`.
 
         Without grids every module, "language" among them, is on all ranks, first and last stage, and the mode is
         COLOCATED.
+
+        Raises:
+            PlacementError, WorldError: as `from_grid_map`.
         """
         if module_to_grid_map is not None:
             return cls.from_grid_map(module_to_grid_map, modality_module_names)

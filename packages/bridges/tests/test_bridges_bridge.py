@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pipegrid.bridges.bridge import BridgeCommunicator, Packed
+from pipegrid.bridges import BridgeCommunicator, Packed
 from pipegrid.reshard import Partial, Replicate, Shard, Sizes, plan_reshard
 from pipegrid.reshard.errors import BridgeError, ShapeError
 from pipegrid.topology import HyperCommGrid, replica_samples

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 
-from pipegrid.bridges.bridge import BridgeCommunicator
+from pipegrid.bridges import BridgeCommunicator
 from pipegrid.reshard.errors import BridgeError, ShapeError
 from pipegrid.transport import P2PLaneDeadError
 from pipegrid.transport.config import P2PConfig

@@ -9,7 +9,7 @@ import time
 import pytest
 import torch
 
-from pipegrid.bridges.bridge import Axes, BridgeCommunicator
+from pipegrid.bridges import Axes, BridgeCommunicator
 from pipegrid.reshard import Partial
 from pipegrid.reshard.errors import ShapeError
 from pipegrid.transport import CollectiveFailedError

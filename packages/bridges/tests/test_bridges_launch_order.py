@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from pipegrid.bridges.bridge import BridgeCommunicator
+from pipegrid.bridges import BridgeCommunicator
 from pipegrid.transport.config import P2PConfig
 from reshard_kit.grids import grid
 

@@ -9,13 +9,11 @@ import torch
 import torch.distributed as dist
 from attrs import evolve
 
+from pipegrid.bridges import EdgeOptions, MultiModulePipelineCommunicator, VTPCommunicator, VTPTopology
 from pipegrid.bridges.bridge.communicator import BridgeCommunicator
 from pipegrid.bridges.errors import MissingTensorError
-from pipegrid.bridges.multimodule import EdgeOptions, MultiModulePipelineCommunicator
 from pipegrid.bridges.multimodule.dict_api import _prepare_tensor_for_comm, _restore_tensor_from_comm
-from pipegrid.bridges.multimodule.pipeline import total_pipeline_stages
 from pipegrid.bridges.multimodule.rank_modules import ModuleChain
-from pipegrid.bridges.vtp import VTPCommunicator, VTPTopology
 from pipegrid.core.edge import Direction, Edge
 from pipegrid.core.graph import ModuleGraphError
 from pipegrid.core.lanes import LaneSharing, PositionLane
@@ -48,7 +46,6 @@ total = MultiModulePipelineCommunicator.compute_total_pipeline_stages
 def test_stages_on_the_longest_path():
     assert total(FLOW, OMNI) == 2 + 3 + 2
     assert [total(FLOW, OMNI, rank=rank) for rank in range(11)] == [1, 1, 2, 2, 1, 1, 3, 4, 5, 6, 7]
-    assert total_pipeline_stages(FLOW, OMNI) == 7
 
 
 def test_a_rank_of_several_modules_counts_the_longest_unless_one_is_named():

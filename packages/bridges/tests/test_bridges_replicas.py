@@ -9,10 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipegrid.bridges import BridgeCommunicator
+from pipegrid.bridges import BridgeCommunicator, EdgeOptions, MultiModulePipelineCommunicator
 from pipegrid.bridges.bridge.ends import BridgeEnds
 from pipegrid.bridges.bridge.structure import Axes, Whole
-from pipegrid.bridges.multimodule import EdgeOptions, MultiModulePipelineCommunicator
 from pipegrid.core.edge import Direction, Edge
 from pipegrid.reshard import Partial, Replicate, Shard, axis_names, boundary_side, replica_side, routes
 from pipegrid.reshard.errors import BridgeError
@@ -68,9 +67,9 @@ def test_a_replica_that_is_not_there_is_an_error():
         replica_side(boundary_side(grid(dp=2), "source"), 2)
 
 
-def ends(shape, replicas):
+def ends(shape, replicas, directions=None):
     options = EdgeOptions(shape=shape)
-    given = {"tensor_ndim": 3, "label": None, "directions": None, "stage_dim": "pp", "stages": (None, None)}
+    given = {"tensor_ndim": 3, "label": None, "directions": directions, "stage_dim": "pp", "stages": (None, None)}
     return BridgeEnds(0, (grid(dp=2), grid(2, dp=2)), ("a", "b"), options, replicas=replicas, **given)
 
 
@@ -80,6 +79,12 @@ def test_a_declared_shape_is_that_of_one_replica():
     assert str(ends(None, (0, 1))) == "bridge a>b@0>1"
     with pytest.raises(BridgeError, match="its batch, 3, is to be shared by 2 replicas"):
         ends((3, 2, 6), (0, 1))
+
+
+def test_directions_may_be_an_iterator():
+    every = ends(None, None, Direction)
+    assert every.carries_gradients
+    assert ends(None, None, iter(Direction)).lane_specs == every.lane_specs == ends(None, None).lane_specs
 
 
 # -- on ranks -----------------------------------------------------------------------------------------

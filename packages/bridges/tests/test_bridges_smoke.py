@@ -77,7 +77,7 @@ def test_planning_works_where_torch_is_absent():
         sys.modules["torch"] = None
         from types import SimpleNamespace as Grid
         from pipegrid.bridges import Sizes, axis_names, boundary_side, check_plan, plan_reshard
-        from pipegrid.bridges.bridge import BridgeWiring
+        from pipegrid.bridges.bridge.wiring import BridgeWiring
         from pipegrid.core.edge import Direction
         source = boundary_side(Grid(shape=(2,), dim_names=("dp",), rank_offset=0), "source")
         destination = boundary_side(Grid(shape=(2,), dim_names=("tp",), rank_offset=2), "destination")

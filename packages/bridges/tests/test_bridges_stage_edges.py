@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pipegrid.bridges.multimodule import MultiModulePipelineCommunicator
+from pipegrid.bridges import MultiModulePipelineCommunicator
 from pipegrid.core.edge import Direction, Edge
 from pipegrid.reshard.errors import BridgeError
 from pipegrid.transport.config import P2PConfig

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pipegrid.bridges.vtp import VTPCommunicator, VTPTopology
+from pipegrid.bridges import VTPCommunicator, VTPTopology
 from pipegrid.core.edge import Edge
 from pipegrid.reshard.errors import BridgeError, ShapeError
 from pipegrid.topology import GroupSpec, create_groups

@@ -11,8 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipegrid.bridges.vtp import VTPTopology
-from pipegrid.bridges.vtp.boundary import VTPBoundary, VTPStage
+from pipegrid.bridges import VTPTopology
+from pipegrid.bridges.vtp.topology import VTPBoundary, VTPStage
 from pipegrid.core.edge import Direction, Edge
 from pipegrid.reshard import Sizes, plan_reshard
 from pipegrid.reshard.errors import BridgeError, ShapeError

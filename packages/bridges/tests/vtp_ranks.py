@@ -8,7 +8,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from pipegrid.bridges.vtp import VTPCommunicator, VTPTopology
+from pipegrid.bridges import VTPCommunicator, VTPTopology
 from pipegrid.core.edge import Direction, Edge
 from pipegrid.transport.config import P2PConfig
 

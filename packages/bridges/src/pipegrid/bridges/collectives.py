@@ -13,14 +13,8 @@ from attrs import define, field
 
 from pipegrid.topology import GroupSpec, create_groups, destroy_groups, discard_groups
 from pipegrid.transport.backends import lift_timeout, nccl_options
+from pipegrid.transport.collectives import waiting
 from pipegrid.transport.collectives.gathering import gather_text
-from pipegrid.transport.collectives.waiting import (
-    BACKSTOP_SECONDS,
-    NotDone,
-    PendingCollectives,
-    finish,
-    host_collectives,
-)
 from pipegrid.transport.config import P2PConfig
 from pipegrid.transport.errors import CollectiveFailedError, text_of
 from pipegrid.transport.streams import has_streams
@@ -44,7 +38,7 @@ def own_groups(
     Past a group's own timeout gloo fails a collective as if a rank had died, and torch's watchdog ends a process with a
     device: the error of the deadline must be earlier.
     """
-    own = timeout or timedelta(seconds=deadline + BACKSTOP_SECONDS)
+    own = timeout or timedelta(seconds=deadline + waiting.BACKSTOP_SECONDS)
     backend = backend or dist.get_backend_config()
     moving = dict(part.split(":") for part in backend.split(",")).get("cuda", "") if ":" in backend else backend
     groups = create_groups(specs, backend=backend, timeout=own, pg_options=nccl_options(moving, max_ctas))
@@ -56,12 +50,9 @@ def own_groups(
 
 @define(eq=False)
 class CollectiveWaits:
-    """Waits for the collectives of one communicator.
+    """Waits for the collectives of the communicator ``name``, whose tensors are on ``device``.
 
     Attributes:
-        name: of the communicator, for errors.
-        rank: this rank.
-        device: of the tensors.
         deadline: seconds that a wait may take.
         task: the error's text for a wait that fails, with {} for the other ranks.
         failure: an error beside the collectives that may be the cause; None while there is none.
@@ -78,7 +69,7 @@ class CollectiveWaits:
     task: str
     failure: Callable[[], object | None] = lambda: None
     ended: str | None = None
-    pending: PendingCollectives[Sequence[int]] = field(factory=PendingCollectives)
+    pending: waiting.PendingCollectives[Sequence[int]] = field(factory=waiting.PendingCollectives)
     lost: tuple[Sequence[int], RuntimeError] | None = None
     stuck: bool = False
 
@@ -98,13 +89,9 @@ class CollectiveWaits:
     ) -> None:
         """Return when the collective among ``ranks`` is done (on CUDA: when the current stream is ordered after it).
 
-        Args:
-            work: of the collective; None where it was done at once.
-            ranks: that take part.
-            group: theirs; None is the default one.
-            host: hold the host on CUDA as well: the caller reads the result, and a read has no deadline.
-            end: when the wait fails, in `time.monotonic` seconds; None is after the deadline.
-            task: of this collective, where it is another than the communicator's.
+        ``work`` is None where it was done at once, ``task`` where it is the communicator's. With ``host``, CUDA holds
+        the host as well: the caller reads the result, and a read has no deadline. The wait fails at ``end``, in
+        `time.monotonic` seconds; None is after the deadline.
 
         Raises:
             CollectiveFailedError: a rank died or did not join in time, or the communicator was ended. On a device,
@@ -115,7 +102,7 @@ class CollectiveWaits:
         self.check()
         began, on_device = time.monotonic(), has_streams(self.device)
         end = began + self.deadline if end is None else end
-        failed = finish(work, group, on_device=on_device, host=host, end=end, given_up=lambda: self.ended)
+        failed = waiting.finish(work, group, on_device=on_device, host=host, end=end, given_up=lambda: self.ended)
         if on_device and (failed is None or failed.why != "lost"):
             self.pending.add(ranks, work, group)
         if failed is not None:
@@ -130,18 +117,14 @@ class CollectiveWaits:
         )
 
     def check(self) -> None:
-        """Raise if a collective that was waited for on a device has ended with an error.
-
-        Raises:
-            CollectiveFailedError: it has.
-        """
+        """Raise `CollectiveFailedError` if a collective that was waited for on a device has ended with an error."""
         self.lost = self.lost or self.pending.failed()
         if self.lost is not None:
             ranks, error = self.lost
-            raise self._error(ranks, NotDone.of(error), self.deadline) from error
+            raise self._error(ranks, waiting.NotDone.of(error), self.deadline) from error
 
     def _error(
-        self, ranks: Sequence[int], failed: NotDone, seconds: float, task: str | None = None
+        self, ranks: Sequence[int], failed: waiting.NotDone, seconds: float, task: str | None = None
     ) -> CollectiveFailedError:
         """The error of a collective among ``ranks``, for which this rank waited for ``seconds``."""
         self.stuck = True  # also after an end: the abort that follows it may not have begun
@@ -184,7 +167,7 @@ def abort_groups(
     listed = list(groups)
     begun = aborts.abort_groups(listed, reason)
     beside()  # before the cut: it tells other ranks the reason
-    host_collectives.cut(listed)
+    waiting.host_collectives.cut(listed)
     limit = time.monotonic() + _ABORT_SECONDS
     for one in begun:
         one.ended.wait(max(0.0, limit - time.monotonic()))

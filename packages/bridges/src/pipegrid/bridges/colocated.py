@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import enum
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,9 +20,11 @@ from pipegrid.bridges.steps import Completing, pack, unpack
 from pipegrid.core.fields import Index, checked, checked_fields, shown
 from pipegrid.reshard import (
     BATCH,
+    BridgeError,
     GridLike,
     RankPart,
     ReshardPlan,
+    ShapeError,
     Sizes,
     as_axis_of,
     as_grid,
@@ -30,9 +33,8 @@ from pipegrid.reshard import (
     marked_samples,
     plan_reshard,
 )
-from pipegrid.reshard.errors import BridgeError, ShapeError
 from pipegrid.topology import GroupSpec
-from pipegrid.topology.grid import Grid, span_of
+from pipegrid.topology.grid import span_of
 from pipegrid.transport.collectives.differences import difference
 from pipegrid.transport.collectives.gathering import gather_flat
 from pipegrid.transport.collectives.starting import start
@@ -139,15 +141,10 @@ class ColocatedBridgeCommunicator:
         self._make_groups(backend, timeout, deadline, check_replicated=check_replicated)
         _, device = resolve_device(backend, None)
         self._waits = CollectiveWaits(self._label, self._rank, device, deadline, _TASK)
-        self._check = (
-            ReplicationCheck(
-                self._src, self._rank, check_every, self._group("check"), self._group("shapes"), self._waits
-            )
-            if check_replicated
-            else None
-        )
-
-    # -- what the two layouts are ---------------------------------------------------------------------
+        self._check: ReplicationCheck | None = None
+        if check_replicated:
+            groups = self._group("check"), self._group("shapes")
+            self._check = ReplicationCheck(self._src, self._rank, check_every, *groups, self._waits)
 
     def _validate_grids(self) -> None:
         src, dst = self._boxes
@@ -176,7 +173,10 @@ class ColocatedBridgeCommunicator:
             self.direction = BridgeDirection.EQUAL
 
     def _build_rank_mappings(self) -> None:
-        self.rank_to_src_pos, self.rank_to_dest_pos = map(_positions, self._boxes)
+        # The coordinates (dp, tp) of every rank, also in a grid with cp or pp.
+        self.rank_to_src_pos, self.rank_to_dest_pos = (
+            {rank: (box.place(rank, "dp"), box.place(rank, "tp")) for rank in box.ranks} for box in self._boxes
+        )
         self._src = boundary_side(self.src_grid, "source", name=self.src_module_name)
         self._dst = boundary_side(self.dest_grid, "destination", name=self.dest_module_name)
         self.gather_group_ranks: list[list[int]] = []
@@ -205,10 +205,7 @@ class ColocatedBridgeCommunicator:
 
     @staticmethod
     def _build_gather_groups(
-        iter_size: int,
-        sibling_tp_size: int,
-        scale: int,
-        rank_to_pos: dict[int, tuple[int, int]],
+        iter_size: int, sibling_tp_size: int, scale: int, rank_to_pos: dict[int, tuple[int, int]]
     ) -> list[list[int]]:
         """The gather groups: ``scale`` ranks per slot of the side with fewer replicas and tp shard of the other.
 
@@ -242,8 +239,6 @@ class ColocatedBridgeCommunicator:
     def _group(self, what: str) -> dist.ProcessGroup | None:
         label = f"{self._label}/{what}"
         return next((group for spec, group in self._groups.items() if spec.label == label), None)
-
-    # -- the seed's questions ---------------------------------------------------------------------------
 
     def is_fan_in(self) -> bool:
         """Whether the source has more replicas: forward gathers."""
@@ -349,8 +344,6 @@ class ColocatedBridgeCommunicator:
             raise ShapeError(f"{self._label}: the ranks give different tensors: {found}")
         self._agreed.add((tensor.shape, tensor.dtype))
 
-    # -- moving -------------------------------------------------------------------------------------------
-
     def _gather(self, tensor: torch.Tensor) -> torch.Tensor:
         assert self.gather_pg is not None
         return _all_gather_along_batch_dim(tensor, self.gather_pg, self.dim_mapping[BATCH], waits=self._waits)
@@ -368,17 +361,33 @@ class ColocatedBridgeCommunicator:
             for name in here:
                 shape[axis] *= self._src.num_shards(name)
         sizes = Sizes(tuple(shape), axes=names)
-        both = [
-            plan_reshard(self._src, self._dst, sizes, backward=back, itemsize=tensor.element_size(), rank=self._rank)
-            for back in (False, True)
-        ]
-        return both[0], both[1]
+        plan = partial(plan_reshard, self._src, self._dst, sizes, itemsize=tensor.element_size(), rank=self._rank)
+        return plan(backward=False), plan(backward=True)
 
     def _move(self, plan: ReshardPlan, tensor: torch.Tensor) -> torch.Tensor:
-        """Run a plan in which every rank of the grids takes part at once."""
-        groups = {spec.ranks: group for spec, group in self._groups.items() if spec.label.endswith("/complete")}
-        axis = self.dim_mapping[BATCH]
-        return _moved(plan, tensor, self._rank, self._group("messages"), groups, self._waits, batch_axis=axis)
+        """Run a plan in which every rank of the grids takes part at once: one all-to-all, then the completions."""
+        messages, rank, dtype = self._group("messages"), self._rank, tensor.dtype
+        assert messages is not None
+        part, ranks = RankPart(plan, rank), dist.get_process_group_ranks(messages)
+        receives = rank in plan.dst.coords_of
+        shape = list(part.destination_shape if receives else plan.sizes.shape)
+        if not receives:
+            shape[self.dim_mapping[BATCH]] = 0
+        out = torch.empty(shape, dtype=dtype, device=tensor.device)
+        given = [pack(tensor, part.sends.get(peer, ()), dtype).view(-1) for peer in ranks]
+        taken = [sum(box.numel for box in part.receives.get(peer, ())) for peer in ranks]
+        arrived = torch.empty(sum(taken), dtype=dtype, device=tensor.device)
+        sizes = [piece.numel() for piece in given]
+        work = start(dist.all_to_all_single, arrived, torch.cat(given), taken, sizes, group=messages)
+        self._waits.wait(work, ranks, messages)
+        for peer, piece in zip(ranks, torch.split(arrived, taken), strict=True):
+            unpack(piece, part.receives.get(peer, ()), out)
+        copies = {spec.ranks: group for spec, group in self._groups.items() if spec.label.endswith("/complete")}
+        completing = [Completing(step, out, copies[step.ranks], rank=rank, dtype=dtype) for step in part.completions]
+        for step, made in zip(part.completions, completing, strict=True):
+            self._waits.wait(made.work, step.ranks, made.group)
+            made.write()
+        return out
 
 
 class _ColocatedCommunicate(torch.autograd.Function):
@@ -405,43 +414,8 @@ class _ColocatedCommunicate(torch.autograd.Function):
         return comm._move(ctx.back, grad.contiguous()), None  # noqa: SLF001
 
 
-def _moved(
-    plan: ReshardPlan,
-    tensor: torch.Tensor,
-    rank: int,
-    messages: dist.ProcessGroup | None,
-    copies: Mapping[tuple[int, ...], dist.ProcessGroup],
-    waits: CollectiveWaits,
-    *,
-    batch_axis: int,
-) -> torch.Tensor:
-    """One all-to-all in the group ``messages``, then completions in the groups of ``copies``, by their ranks."""
-    assert messages is not None
-    part, ranks, dtype = RankPart(plan, rank), dist.get_process_group_ranks(messages), tensor.dtype
-    receives = rank in plan.dst.coords_of
-    shape = part.destination_shape if receives else _without_rows(plan, batch_axis)
-    out = torch.empty(shape, dtype=dtype, device=tensor.device)
-    given = [pack(tensor, part.sends.get(peer, ()), dtype).view(-1) for peer in ranks]
-    taken = [sum(box.numel for box in part.receives.get(peer, ())) for peer in ranks]
-    arrived = torch.empty(sum(taken), dtype=dtype, device=tensor.device)
-    sizes = [piece.numel() for piece in given]
-    work = start(dist.all_to_all_single, arrived, torch.cat(given), taken, sizes, group=messages)
-    waits.wait(work, ranks, messages)
-    for peer, piece in zip(ranks, torch.split(arrived, taken), strict=True):
-        unpack(piece, part.receives.get(peer, ()), out)
-    completing = [Completing(step, out, copies[step.ranks], rank=rank, dtype=dtype) for step in part.completions]
-    for step, made in zip(part.completions, completing, strict=True):
-        waits.wait(made.work, step.ranks, made.group)
-        made.write()
-    return out
-
-
 def _all_gather_along_batch_dim(
-    tensor: torch.Tensor,
-    group: dist.ProcessGroup,
-    batch_dim: int,
-    *,
-    waits: CollectiveWaits | None = None,
+    tensor: torch.Tensor, group: dist.ProcessGroup, batch_dim: int, *, waits: CollectiveWaits | None = None
 ) -> torch.Tensor:
     """All ranks' tensors, concatenated along ``batch_dim`` in group order; no copy beside the gather on axis 0.
 
@@ -454,14 +428,3 @@ def _all_gather_along_batch_dim(
     work = gather_flat(gathered.view(-1), tensor.view(-1), group)
     waits.wait(work, dist.get_process_group_ranks(group), group)
     return gathered if batch_dim == 0 else torch.cat(gathered.view(parts).unbind(0), dim=batch_dim)
-
-
-def _positions(box: Grid) -> dict[int, tuple[int, int]]:
-    """The coordinates (dp, tp) of every rank, also in a grid with cp or pp."""
-    return {rank: (box.place(rank, "dp"), box.place(rank, "tp")) for rank in box.ranks}
-
-
-def _without_rows(plan: ReshardPlan, batch_axis: int) -> tuple[int, ...]:
-    shape = list(plan.sizes.shape)
-    shape[batch_axis] = 0
-    return tuple(shape)

@@ -1,7 +1,5 @@
 """The errors of bridges."""
 
-from __future__ import annotations
-
 from pipegrid.reshard.errors import BridgeError
 from pipegrid.reshard.errors import ShapeError as ShapeError
 

@@ -9,8 +9,7 @@ import torch.distributed as dist
 from attrs import define, field
 
 from pipegrid.bridges.collectives import CollectiveWaits
-from pipegrid.reshard import Side
-from pipegrid.reshard.errors import BridgeError
+from pipegrid.reshard import BridgeError, Side
 from pipegrid.transport.collectives.checksum import checksums
 from pipegrid.transport.collectives.extremes import extremes
 from pipegrid.transport.collectives.starting import start
@@ -21,11 +20,9 @@ class ReplicationCheck:
     """Compares the copies of each replica of ``side``, and the replicas' rows, in the first call and now and then.
 
     Attributes:
-        side: all of its ranks call `look`, each time.
         every: compare again every so many calls; 0 is never again.
         copies: the group of this rank's copies; None where it is the only one.
         everyone: the group of the whole side; all of it learns of a difference: the others would wait for ever.
-        waits: for the collectives; with the deadline of the side's other exchanges.
     """
 
     side: Side
@@ -37,11 +34,10 @@ class ReplicationCheck:
     _calls: int = field(default=0, init=False)
 
     def look(self, tensor: torch.Tensor, rows: int) -> None:
-        """Compare, if it is time to; ``rows`` is the extent of the tensor's batch axis.
+        """Compare, if it is time to; ``rows`` is the extent of the tensor's batch axis. All ranks call this.
 
-        Raises:
-            BridgeError: the copies of some replica differ, or replicas have different numbers of rows.
-            CollectiveFailedError: a rank of the side died, or did not join before the deadline.
+        `BridgeError`: the copies of some replica differ, or replicas have different numbers of rows.
+        `CollectiveFailedError`: a rank of the side died, or did not join before the deadline.
         """
         due = self._calls == 0 or (self.every > 0 and self._calls % self.every == 0)
         self._calls += 1
@@ -57,9 +53,7 @@ class ReplicationCheck:
         largest, smallest = extremes(own, partial(self._reduce, group=self.everyone))
         (wrong, most), (_, least) = largest.tolist(), smallest.tolist()
         if most != least:
-            raise BridgeError(
-                f"the replicas of {self.side.name!r} hold between {least} and {most} rows (here: {rows}), not all equal"
-            )
+            raise BridgeError(f"the replicas of {self.side.name!r} hold between {least} and {most} rows (here {rows})")
         if wrong:
             ranks = [rank for rank in self.side.ranks if self.side.lane_of(rank) == wrong - 1]
             raise BridgeError(

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from pipegrid.reshard import Box, Completion
-from pipegrid.reshard.errors import ShapeError
+from pipegrid.reshard import Box, Completion, ShapeError
 from pipegrid.transport.collectives.gathering import gather_flat
 from pipegrid.transport.collectives.starting import start
 from pipegrid.transport.waits.aborts import device_aborts
@@ -63,13 +62,10 @@ def start_sum(tensor: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Ten
 class Completing:
     """One completion under way on this rank: started at construction, written when its collective is done.
 
-    Tensors travel as bytes: no backend knows every dtype.
-
-    All ranks of the completion construct in the same order; nothing here blocks.
+    Tensors travel as bytes: no backend knows every dtype. All ranks construct in the same order; nothing here blocks.
 
     Attributes:
         work: of the collective; None where it was done at once.
-        group: of its ranks.
         buffer: the bytes of the others, until they are copied.
         memory: the tensors that the collective reads and writes.
     """

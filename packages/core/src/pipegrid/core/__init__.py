@@ -1,7 +1,5 @@
 """The words that all packages share: checked fields, edges, lanes, graphs of modules, order models. No torch."""
 
-from __future__ import annotations
-
 from pipegrid.core.edge import Direction, Edge
 from pipegrid.core.errors import P2PError, P2PUsageError, StepArgumentError
 from pipegrid.core.fields import Count, Index, Name, checked, checked_arguments, checked_fields

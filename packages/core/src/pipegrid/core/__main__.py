@@ -63,7 +63,7 @@ def installed() -> dict[str, EntryPoint]:
 def overview(here: Sequence[str]) -> str:
     """The commands that are ``here``, and how to install the others."""
     rows = [
-        (name, COMMANDS[name].text if name in COMMANDS else "", f"pipegrid {name} {COMMANDS[name].example}")
+        (name, COMMANDS[name].text, f"pipegrid {name} {COMMANDS[name].example}")
         if name in COMMANDS
         else (name, "of another project", f"pipegrid {name} --help")
         for name in here

@@ -1,7 +1,5 @@
 """The bases of errors, and those of arguments: what, value and rule. No torch."""
 
-from __future__ import annotations
-
 
 class P2PError(RuntimeError):
     """A failure of point-to-point traffic; the base of all errors of it.

@@ -99,9 +99,8 @@ def number(*, least: float = 0.0, above: float | None = None) -> Rule:
             raise ValueError
         return real
 
-    return Rule(
-        convert, f"a finite number of at least {least:g}" if above is None else f"a finite number above {above:g}"
-    )
+    bound = f"of at least {least:g}" if above is None else f"above {above:g}"
+    return Rule(convert, f"a finite number {bound}")
 
 
 def _real(value: Any) -> float:

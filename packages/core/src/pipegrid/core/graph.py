@@ -40,22 +40,18 @@ def _as_modules(value: Mapping[str, int] | Sequence[tuple[str, int]]) -> tuple[t
     )
 
 
-def _as_edges(
-    value: Mapping[str, Sequence[str]] | Sequence[tuple[str, str]],
-) -> tuple[tuple[str, str], ...]:
+def _as_edges(value: Mapping[str, Sequence[str]] | Sequence[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
     if not isinstance(value, Mapping):
         return tuple((src, dst) for src, dst in value)
-    feeds = {
-        src: checked(dsts, tuple[Name, ...], f"what {src!r} feeds", ModuleGraphError) for src, dsts in value.items()
-    }
+    feeds = {src: checked(fed, tuple[Name, ...], f"what {src!r} feeds", ModuleGraphError) for src, fed in value.items()}
     return tuple((src, dst) for src, dsts in feeds.items() for dst in dsts)
+
+
+_Skip = Annotated[Edge, instance(Edge, "an Edge(source, destination)")]
 
 
 def _as_skips(value: Sequence[Edge]) -> tuple[Edge, ...]:
     return tuple(sorted(checked(value, tuple[_Skip, ...], "skips", ModuleGraphError)))
-
-
-_Skip = Annotated[Edge, instance(Edge, "an Edge(source, destination)")]
 
 
 @frozen(slots=False)
@@ -98,10 +94,8 @@ class ModuleGraph:
         for src, dst in self.edges:
             for name in (src, dst):
                 if name not in names:
-                    unknown = f"{name!r}{nearest(name, names)}"
-                    raise ModuleGraphError(
-                        f"edge {src!r} -> {dst!r} names the unknown module {unknown}; known: {names}"
-                    )
+                    unknown = f"{name!r}{nearest(name, names)}; known: {names}"
+                    raise ModuleGraphError(f"edge {src!r} -> {dst!r} names the unknown module {unknown}")
         self.order  # noqa: B018 -- computing the order raises for cycles
         for skip in self.skips:
             ends = [self.module_of(stage)[0] for stage in (skip.source, skip.destination)]
@@ -136,9 +130,8 @@ class ModuleGraph:
             ModuleGraphError: there is no such module.
         """
         if module not in self._depths:
-            raise ModuleGraphError(
-                f"there is no module {shown(module)}{nearest(module, self._depths)}; the graph has {list(self._depths)}"
-            )
+            unknown = f"{shown(module)}{nearest(module, self._depths)}"
+            raise ModuleGraphError(f"there is no module {unknown}; the graph has {list(self._depths)}")
         return self._depths[module]
 
     @cached_property
@@ -184,7 +177,7 @@ class ModuleGraph:
         """All edges between stages, inside modules and across them, ascending."""
         inside = [edge for name, _ in self.modules for edge in self.edges_inside(name)]
         across = [Edge(self.stage(src, -1), self.stage(dst, 0)) for src, dst in self.edges]
-        return tuple(sorted(inside + across, key=lambda edge: (edge.source, edge.destination)))
+        return tuple(sorted(inside + across))
 
     @property
     def sources(self) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from operator import attrgetter
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 from attrs import define, field, frozen
@@ -116,10 +117,6 @@ class Tally:
             self.bytes += tensor.nbytes
 
 
-def _direction_key(direction: Direction) -> str:
-    return direction.value
-
-
 @frozen(order=True, cache_hash=True, field_transformer=checked_fields(P2PUsageError))
 class PositionLane:
     """One direction of traffic from one position of a plan to another, first in, first out.
@@ -128,13 +125,13 @@ class PositionLane:
 
     Examples:
         >>> from pipegrid.core import Direction
-        >>> str(Lane(source=0, destination=1, direction=Direction.FORWARD))
+        >>> str(PositionLane(source=0, destination=1, direction=Direction.FORWARD))
         'F0>1'
     """
 
     source: Index
     destination: Index
-    direction: Direction = field(order=_direction_key)
+    direction: Direction = field(order=attrgetter("value"))
 
     def __str__(self) -> str:
         return f"{self.direction.value}{self.source}>{self.destination}"
@@ -218,14 +215,8 @@ def communicators_of(
 
     Where positions have several ranks, a communicator of the plan is one for each set of ranks that its lanes join.
 
-    Args:
-        specs: all lanes between two ranks; with a `LaneSharing`, also those of other ranks.
-        kind: the rule by which they share.
-        carried: the lane of the plan that each one carries, for a `LaneSharing`.
-
-    Raises:
-        P2PUsageError: a lane that carries none of the `LaneSharing`; or two of the same ranks that carry one lane of
-            the plan, whose messages would follow the order of their labels.
+    `P2PUsageError`: a lane that carries none of the `LaneSharing`; or two of the same ranks that carry one lane of the
+    plan, whose messages would follow the order of their labels.
     """
     numbers = kind.numbers if isinstance(kind, LaneSharing) else {}
     bundles: dict[object, list[LaneSpec]] = {}
@@ -278,8 +269,7 @@ def placed(placement: Any, count: int) -> tuple[int, ...]:
 def placed_stages(placement: Any, count: int, graph: ModuleGraph | None) -> tuple[int, ...] | None:
     """The index among ``count`` ranks of each stage: as given, of a graph round and round, or None of a chain.
 
-    Raises:
-        P2PUsageError: as `placed`; or a placement of another number of stages than the graph has.
+    `P2PUsageError`: as `placed`; or a placement of another number of stages than the graph has.
     """
     if graph is None:
         return None if placement is None else placed(placement, count)
@@ -363,10 +353,8 @@ def planned_lanes(
 ) -> tuple[Sequence[LaneSpec], Mapping[LaneSpec, PositionLane]]:
     """The lanes to open, and the lane of a plan that each carries. ``edges`` are those of a graph; None: of a chain.
 
-    Without ``traffic``, of all lanes those for which a plan has ``communicators``; all, where no plan is given.
-
-    Raises:
-        P2PUsageError: the plan has a lane that the pipeline does not have.
+    Without ``traffic``, of all lanes those for which a plan has ``communicators``; all, where no plan is given. Raises
+    `P2PUsageError` where the plan has a lane that the pipeline does not have.
     """
     every = None if edges is None else [(edge, direction) for edge in edges for direction in Direction]
     lanes = pipeline_lanes(ranks, placement=placement, traffic=every if traffic is None else traffic)

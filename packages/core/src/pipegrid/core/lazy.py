@@ -24,13 +24,20 @@ def lazy_names(package: str, public: list[str]) -> tuple[Callable[[str], Any], C
     """``__getattr__`` and ``__dir__`` of ``package``, for the names that its `TYPE_CHECKING` block imports.
 
     Where torch is not installed, the lazy names leave ``public`` (the package's ``__all__``), so
-    ``from package import *`` works there, too.
-
-    Args:
-        package: its name.
-        public: its ``__all__``; changed in place.
+    ``from package import *`` works there, too; it is changed in place.
     """
-    modules = _imports_for_types(package)
+    blocks = [
+        node
+        for node in ast.parse(inspect.getsource(sys.modules[package])).body
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+    ]
+    modules = {
+        alias.name: node.module
+        for block in blocks
+        for node in block.body
+        if isinstance(node, ast.ImportFrom) and node.module is not None
+        for alias in node.names
+    }
     if importlib.util.find_spec("torch") is None:
         public[:] = [name for name in public if name not in modules]
 
@@ -40,19 +47,3 @@ def lazy_names(package: str, public: list[str]) -> tuple[Callable[[str], Any], C
         return getattr(importlib.import_module(modules[name]), name)
 
     return load, lambda: sorted(public)
-
-
-def _imports_for_types(package: str) -> dict[str, str]:
-    """Names that a package imports under ``if TYPE_CHECKING:``, to their modules; from its source."""
-    blocks = [
-        node
-        for node in ast.parse(inspect.getsource(sys.modules[package])).body
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
-    ]
-    return {
-        alias.name: node.module
-        for block in blocks
-        for node in block.body
-        if isinstance(node, ast.ImportFrom) and node.module is not None
-        for alias in node.names
-    }

@@ -9,13 +9,14 @@ position.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 from attrs import frozen
 
 from pipegrid.core.edge import Edge
 
 Value = TypeVar("Value", bound=Hashable)
+Places: TypeAlias = Sequence[Hashable]
 
 
 @frozen
@@ -33,20 +34,14 @@ class Uses:
     held: tuple[int, ...] = ()
 
 
-def ways_of_value(
-    uses: Uses, placement: Sequence[Hashable], hosts: Sequence[Hashable] | None = None
-) -> tuple[Edge, ...]:
+def ways_of_value(uses: Uses, placement: Places, hosts: Places | None = None) -> tuple[Edge, ...]:
     """The edges by which a value comes to the stages that use it, ascending.
 
-    One leads to each position that has not got it. With ``hosts`` it comes from the first stage on the same host that
-    has it: as many bytes travel, and fewest of them between hosts, where links are slower and shared. So a value goes
-    to each host once, and is forwarded there; on the host of its source, and without ``hosts``, it goes directly. The
-    others stay on their position.
-
-    Args:
-        uses: of the value.
-        placement: the position of each stage, or its positions.
-        hosts: of each stage, what its position shares with those near it; None: all are alike, and values go directly.
+    One leads to each position that has not got it. With ``hosts``, what the position of each stage shares with those
+    near it, it comes from the first stage on the same host that has it: as many bytes travel, and fewest of them
+    between hosts, where links are slower and shared. So a value goes to each host once, and is forwarded there; on the
+    host of its source, and without ``hosts``, it goes directly. The others stay on their position: ``placement`` has
+    that of each stage, or its positions.
 
     Examples:
         >>> [str(edge) for edge in ways_of_value(Uses(0, (2, 3, 4, 5)), placement=(0, 1, 0, 1, 0, 1))]
@@ -68,7 +63,7 @@ def ways_of_value(
 
 
 def values_by_edge(
-    uses: Mapping[Value, Uses], placement: Sequence[Hashable], hosts: Sequence[Hashable] | None = None
+    uses: Mapping[Value, Uses], placement: Places, hosts: Places | None = None
 ) -> dict[Edge, tuple[Value, ...]]:
     """The values that travel along each edge, ascending, in the order of ``uses``.
 

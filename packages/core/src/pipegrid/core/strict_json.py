@@ -26,10 +26,8 @@ _DIGITS = 300  # about the range of a float: an integer of fewer digits is read 
 def read_json(text: str, *, finite: bool = True) -> Any:
     """The document in ``text``; an integer of more than 300 digits becomes a float.
 
-    Args:
-        text: of the document.
-        finite: every number is one. False reads the words NaN and Infinity, and numbers beyond floats, as Python does:
-            for documents of other programs, and where infinity is a value (a bandwidth).
+    ``finite=False`` reads the words NaN and Infinity, and numbers beyond floats, as Python does: for documents of other
+    programs, and where infinity is a value (a bandwidth).
 
     Raises:
         ValueError: an object has a key twice, or a number is not finite; as `json.JSONDecodeError`, which has the

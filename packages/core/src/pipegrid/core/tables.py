@@ -22,14 +22,7 @@ def text_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, right: C
 def table(
     header: Sequence[str], rows: Sequence[Sequence[str]], *, right: Collection[int] = (), color: bool = False
 ) -> str:
-    """The table drawn by rich where it is installed, else as `text_table`.
-
-    Args:
-        header: names of the columns.
-        rows: their cells.
-        right: the columns that are aligned to the right.
-        color: whether to use a terminal's colours; rich only.
-    """
+    """The table drawn by rich where it is installed, else as `text_table`; ``color``: for a terminal, rich only."""
     try:
         from rich.console import Console
         from rich.table import Table

@@ -3,8 +3,6 @@
 Sides and sizes in, messages and completions out; positions of modules on their grids.
 """
 
-from __future__ import annotations
-
 from pipegrid.reshard.box import Box
 from pipegrid.reshard.links import AUTO_LEADER_BYTES, Choice, Links, Route, Strategy
 from pipegrid.reshard.part import RankPart
@@ -12,31 +10,9 @@ from pipegrid.reshard.plan import Completion, Message, ReshardPlan, plan_reshard
 from pipegrid.reshard.errors import BridgeError, ShapeError
 from pipegrid.reshard.positions import Positions, alike, check_places, collective_edges, edge_between, positions_of
 from pipegrid.reshard.prove import check_plan
-from pipegrid.reshard.side import (
-    BATCH,
-    REPLICAS,
-    End,
-    GridLike,
-    Partial,
-    Placement,
-    Replicate,
-    Replicated as Replicated,
-    Shard,
-    Sharded as Sharded,
-    Side,
-    as_grid,
-    boundary_side,
-    replica_side,
-)
-from pipegrid.reshard.sizes import (
-    SPLIT_SIZES,
-    AxisNames,
-    Sizes,
-    as_axes,
-    as_axis_of,
-    axis_names,
-    marked_samples,
-)
+from pipegrid.reshard.side import BATCH, REPLICAS, End, GridLike, Side, as_grid, boundary_side, replica_side
+from pipegrid.reshard.side import Partial, Placement, Replicate, Replicated as Replicated, Shard, Sharded as Sharded
+from pipegrid.reshard.sizes import SPLIT_SIZES, AxisNames, Sizes, as_axes, as_axis_of, axis_names, marked_samples
 
 __all__ = [
     "AUTO_LEADER_BYTES",

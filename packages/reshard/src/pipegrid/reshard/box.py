@@ -78,17 +78,14 @@ def merge(spans: Sequence[tuple[Point, Point]]) -> tuple[tuple[Point, Point], ..
 
 
 def overlaps(
-    source: Sequence[Sequence[tuple[Point, Point]]],
-    destination: Sequence[Sequence[tuple[Point, Point]]],
+    source: Sequence[Sequence[tuple[Point, Point]]], destination: Sequence[Sequence[tuple[Point, Point]]]
 ) -> dict[tuple[int, int], list[tuple[Point, Point, Point]]]:
     """The overlaps of the shards of two cuts of one axis.
 
     Each side lists its shards; a shard lists the ranges of the axis it holds, ascending, and stores them one
     after another. The result maps (source shard, destination shard) to triples (offset in the source's
-    storage, offset in the destination's storage, length). Linear in the number of ranges, after sorting.
-
-    Raises:
-        BridgeError: the shards of one side overlap or leave a gap, or the sides cover different ranges.
+    storage, offset in the destination's storage, length). Linear in the number of ranges, after sorting. `BridgeError`:
+    the shards of one side overlap or leave a gap, or the sides cover different ranges.
     """
     left, right = _laid_out(source, "source"), _laid_out(destination, "destination")
     covered, needed = ((side[0][0], side[-1][1]) if side else None for side in (left, right))
@@ -128,10 +125,9 @@ def _laid_out(shards: Sequence[Sequence[tuple[Point, Point]]], side: str) -> lis
 
 @lru_cache(maxsize=256)
 def shares(a: int, b: int) -> tuple[tuple[int, int, Fraction, Fraction], ...]:
-    """The parts of [0, 1) that ``a`` equal senders give to ``b`` equal receivers.
+    """(sender, receiver, start, stop) of the parts of [0, 1) that ``a`` equal senders give to ``b`` equal receivers.
 
-    (sender, receiver, start, stop): the overlaps of [i/a, (i+1)/a) with [j/b, (j+1)/b), which are
-    ``a + b - gcd(a, b)``.
+    The overlaps of [i/a, (i+1)/a) with [j/b, (j+1)/b), which are ``a + b - gcd(a, b)``.
     """
     found = []
     i = j = 0

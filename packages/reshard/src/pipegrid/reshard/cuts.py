@@ -14,7 +14,7 @@ boxes are the products of these ranges (`pieces`).
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from fractions import Fraction
 from functools import cached_property
 from typing import Generic, Literal
@@ -23,8 +23,8 @@ from attrs import frozen
 
 from pipegrid.reshard.box import Box, Point, Span, overlaps
 from pipegrid.reshard.errors import BridgeError
-from pipegrid.reshard.side import BATCH, Interval, Side
-from pipegrid.reshard.sizes import AxisNames, Sizes, axis_spans, batch_map, lane_intervals
+from pipegrid.reshard.side import BATCH, Side
+from pipegrid.reshard.sizes import AxisNames, Parts, Sizes, axis_spans, batch_map
 
 Triple = tuple[Point, Point, Point]
 """An overlap of two shards: offset in the source's storage, offset in the destination's, length."""
@@ -65,7 +65,7 @@ class Cut(Generic[Point]):
         return _grouped((j, i) for i, j in self.meetings)
 
 
-def _grouped(pairs: Iterator[tuple[int, int]] | Mapping[tuple[int, int], object]) -> dict[int, list[int]]:
+def _grouped(pairs: Iterable[tuple[int, int]]) -> dict[int, list[int]]:
     grouped: dict[int, list[int]] = {}
     for first, second in pairs:
         grouped.setdefault(first, []).append(second)
@@ -75,22 +75,11 @@ def _grouped(pairs: Iterator[tuple[int, int]] | Mapping[tuple[int, int], object]
 def row_cuts(src: Side, dst: Side, sizes: Sizes) -> tuple[Cut[int], ...]:
     """The rows that each shard of either side holds, per axis of the tensor."""
     check_axes(src, dst, sizes.axes)
-    src_lanes, dst_lanes = lane_intervals(src, dst, sizes)
-    to_sample = batch_map(src, dst, sizes, src_lanes)
+    src_lanes, dst_lanes, to_sample = batch_map(src, dst, sizes)
 
-    def spans(side: Side, lanes: Sequence[Sequence[Interval]], axis: int) -> tuple[tuple[Span, ...], ...]:
-        names = sizes.axes[axis]
-        held = [lanes if name == BATCH else side.intervals(name) for name in names]
-        return tuple(
-            axis_spans(
-                names,
-                sizes.shape[axis],
-                dict(zip(names, parts, strict=True)),
-                to_sample=to_sample,
-                samples=sizes.samples,
-            )
-            for parts in itertools.product(*held)
-        )
+    def spans(side: Side, lanes: Parts, axis: int) -> tuple[tuple[Span, ...], ...]:
+        held = [lanes if name == BATCH else side.intervals(name) for name in sizes.axes[axis]]
+        return tuple(axis_spans(sizes, axis, parts, to_sample) for parts in itertools.product(*held))
 
     return tuple(
         Cut(names, spans(src, src_lanes, axis), spans(dst, dst_lanes, axis)) for axis, names in enumerate(sizes.axes)
@@ -126,13 +115,11 @@ def meeting_classes(
         starts.append(tuple(list(cut.meetings) for cut in cuts))
     else:
         if rank in src.coords_of:
-            here = _shard_indices(src, src.class_of(rank), cuts)
-            starts.append(tuple([(i, j) for j in cut.by_source.get(i, ())] for i, cut in zip(here, cuts, strict=True)))
+            here = zip(_shard_indices(src, src.class_of(rank), cuts), cuts, strict=True)
+            starts.append(tuple([(i, j) for j in cut.by_source.get(i, ())] for i, cut in here))
         if rank in dst.coords_of:
-            here = _shard_indices(dst, dst.class_of(rank), cuts)
-            starts.append(
-                tuple([(i, j) for i in cut.by_destination.get(j, ())] for j, cut in zip(here, cuts, strict=True))
-            )
+            there = zip(_shard_indices(dst, dst.class_of(rank), cuts), cuts, strict=True)
+            starts.append(tuple([(i, j) for i in cut.by_destination.get(j, ())] for j, cut in there))
     seen: set[tuple[tuple[int, int], ...]] = set()
     for pairs_per_cut in starts:
         for pairs in itertools.product(*pairs_per_cut):

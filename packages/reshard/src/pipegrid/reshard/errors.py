@@ -1,7 +1,5 @@
 """The errors of boundaries between grids. No torch."""
 
-from __future__ import annotations
-
 
 class BridgeError(ValueError):
     """Sides, samples, stages or copies that do not fit each other; the base of the errors of bridges.

@@ -113,8 +113,7 @@ class Choice:
             return self.strategy == "leader"
         if self.links is None:
             return nbytes < self.leader_below
-        direct = [
-            (givers[i], takers[j], float(nbytes * (high - low))) for i, j, low, high in shares(len(givers), len(takers))
-        ]
+        parts = shares(len(givers), len(takers))
+        direct = [(givers[i], takers[j], float(nbytes * (high - low))) for i, j, low, high in parts]
         alone = [(*leaders(givers, takers, backward=backward), float(nbytes))]
         return self.links.seconds(alone) < self.links.seconds(direct)

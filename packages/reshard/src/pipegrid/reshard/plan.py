@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
+from typing import TypeAlias
 
 from attrs import field, frozen
 
@@ -53,6 +54,9 @@ class Message:
 
     def __str__(self) -> str:
         return f"{self.source}{self.source_box} -> {self.destination}{self.destination_box}"
+
+
+ByPeer: TypeAlias = dict[int, tuple[Message, ...]]
 
 
 @frozen
@@ -136,11 +140,11 @@ class ReshardPlan:
         """The ranges of the whole tensor that ``rank`` gets, per axis, in the order it stores them."""
         return local_spans(self.dst, rank, self.cuts, "destination")
 
-    def sends(self, rank: int) -> dict[int, tuple[Message, ...]]:
+    def sends(self, rank: int) -> ByPeer:
         """The messages that ``rank`` sends, by destination, ascending. Those to one rank travel as one transfer."""
         return self._sends.get(rank, {})
 
-    def receives(self, rank: int) -> dict[int, tuple[Message, ...]]:
+    def receives(self, rank: int) -> ByPeer:
         """The messages that ``rank`` receives, by source, ascending; its own copies included."""
         return self._receives.get(rank, {})
 
@@ -172,14 +176,14 @@ class ReshardPlan:
         )
 
     @cached_property
-    def _sends(self) -> dict[int, dict[int, tuple[Message, ...]]]:
+    def _sends(self) -> dict[int, ByPeer]:
         return _by_ends(self.messages, lambda m: (m.source, m.destination))
 
     @cached_property
-    def _receives(self) -> dict[int, dict[int, tuple[Message, ...]]]:
+    def _receives(self) -> dict[int, ByPeer]:
         return _by_ends(self.messages, lambda m: (m.destination, m.source))
 
-    def _bytes(self, by_peer: dict[int, tuple[Message, ...]], rank: int) -> int:
+    def _bytes(self, by_peer: ByPeer, rank: int) -> int:
         return self.itemsize * sum(m.source_box.numel for peer, ms in by_peer.items() if peer != rank for m in ms)
 
 
@@ -310,14 +314,8 @@ def _shared(givers: Sequence[int], takers: Sequence[int], boxes: Sequence[tuple[
         for source_box, destination_box in boxes:
             start, stop = int(source_box.shape[axis] * low), int(source_box.shape[axis] * high)
             if start < stop:
-                new.append(
-                    Message(
-                        givers[i],
-                        takers[j],
-                        source_box.narrow(axis, start, stop),
-                        destination_box.narrow(axis, start, stop),
-                    )
-                )
+                given, taken = source_box.narrow(axis, start, stop), destination_box.narrow(axis, start, stop)
+                new.append(Message(givers[i], takers[j], given, taken))
     return new
 
 
@@ -341,9 +339,7 @@ def _order(message: Message) -> tuple[int, int, tuple[int, ...], tuple[int, ...]
     return message.source, message.destination, message.source_box.start, message.destination_box.start
 
 
-def _by_ends(
-    messages: Iterable[Message], ends: Callable[[Message], Route]
-) -> dict[int, dict[int, tuple[Message, ...]]]:
+def _by_ends(messages: Iterable[Message], ends: Callable[[Message], Route]) -> dict[int, ByPeer]:
     found: dict[int, dict[int, list[Message]]] = {}
     for message in messages:
         here, there = ends(message)

@@ -7,13 +7,15 @@ of each: an encoder on the same ranks as a language model of two stages makes tw
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeAlias
 
 from attrs import frozen
 
-from pipegrid.core.edge import Edge
-from pipegrid.core.graph import ModuleGraph
+from pipegrid.core import Edge, ModuleGraph
 from pipegrid.reshard.errors import BridgeError
 from pipegrid.reshard.side import GridLike, Side, as_grid
+
+Grids: TypeAlias = Mapping[str, GridLike]
 
 
 @frozen
@@ -34,9 +36,7 @@ class Positions:
     placement: tuple[tuple[int, ...], ...]
 
 
-def check_places(
-    graph: ModuleGraph, grids: Mapping[str, GridLike], stage_placement: Mapping[str, Sequence[int]]
-) -> None:
+def check_places(graph: ModuleGraph, grids: Grids, stage_placement: Mapping[str, Sequence[int]]) -> None:
     """Raise unless each stage has a place in its module's pipeline, and each place a stage.
 
     Raises:
@@ -63,9 +63,7 @@ def check_places(
             )
 
 
-def positions_of(
-    graph: ModuleGraph, grids: Mapping[str, GridLike], stage_placement: Mapping[str, Sequence[int]]
-) -> Positions:
+def positions_of(graph: ModuleGraph, grids: Grids, stage_placement: Mapping[str, Sequence[int]]) -> Positions:
     """The positions of modules on ``grids``, with their stages at the places of ``stage_placement``.
 
     Raises:
@@ -113,8 +111,10 @@ def edge_between(graph: ModuleGraph, source: str, destination: str) -> Edge:
 def collective_edges(
     graph: ModuleGraph, positions: Positions, sides: Iterable[tuple[str, str, Side, Side]]
 ) -> tuple[Edge, ...]:
-    """The edges whose data travels by a collective, ascending.
+    """The edges whose data travels by a collective, ascending: neither messages between positions nor data that stays.
 
+    That is where some rank is on both sides and the ranks do not need just what they have made; and where copies on
+    different positions complete each other's part, since they must do so at the same time.
     ``sides`` names each edge with its two sides: source module, destination module, source side, destination side.
 
     Examples:
@@ -126,11 +126,14 @@ def collective_edges(
         (Edge(source=0, destination=1),)
     """
     position_of = {rank: position for position, ranks in enumerate(positions.ranks) for rank in ranks}
-    needing = {
-        edge_between(graph, source, destination)
-        for source, destination, here, there in sides
-        if _needs_collective(here, there, position_of)
-    }
+    needing = set()
+    for source, destination, here, there in sides:
+        if alike(here, there):
+            continue
+        copies = (*here.classes.values(), *there.classes.values(), *here.partial_groups, *there.partial_groups)
+        disjoint = set(here.ranks).isdisjoint(there.ranks)
+        if not disjoint or any(len({position_of[rank] for rank in ranks}) > 1 for ranks in copies):
+            needing.add(edge_between(graph, source, destination))
     return tuple(sorted(needing))
 
 
@@ -145,21 +148,6 @@ def alike(source: Side, destination: Side) -> bool:
     """
     sums = (*source.partial_groups, *destination.partial_groups)
     return _held(source) == _held(destination) and not sums
-
-
-def _needs_collective(source: Side, destination: Side, position_of: Mapping[int, int]) -> bool:
-    """Whether this boundary needs a collective: neither messages between positions nor data that stays in place.
-
-    It is a collective where some rank is on both sides and the ranks do not need just what they have made; and
-    where copies on different positions complete each other's part, since they must do so at the same time.
-    """
-    if alike(source, destination):
-        return False
-    sums = (*source.partial_groups, *destination.partial_groups)
-    if not set(source.ranks).isdisjoint(destination.ranks):
-        return True
-    together = (*source.classes.values(), *destination.classes.values(), *sums)
-    return any(len({position_of[rank] for rank in ranks}) > 1 for ranks in together)
 
 
 def _held(side: Side) -> object:

@@ -95,11 +95,7 @@ class Partial(Placement):
 
 Sharded, Replicated = Shard, Replicate  # both pairs of names are used for placements
 
-DEFAULT_PLACEMENTS: Mapping[str, Placement] = {
-    "dp": Shard(BATCH),
-    "cp": Shard("s"),
-    "tp": Replicate(),
-}
+DEFAULT_PLACEMENTS: Mapping[str, Placement] = {"dp": Shard(BATCH), "cp": Shard("s"), "tp": Replicate()}
 
 
 @runtime_checkable
@@ -118,17 +114,14 @@ class GridLike(Protocol):
     @property
     def shape(self) -> Sequence[int]:
         """Size of each dim."""
-        ...
 
     @property
     def dim_names(self) -> Sequence[str]:
         """Name of each dim."""
-        ...
 
     @property
     def rank_offset(self) -> int:
         """The first rank of the grid."""
-        ...
 
 
 _GRID = Annotated[Any, instance(GridLike, "a grid, such as HyperCommGrid")]
@@ -177,8 +170,7 @@ class Side:
         weights = self.lane_weights
         if weights is not None and (len(weights) != self.num_lanes or not any(weights)):
             raise BridgeError(
-                f"side {self.name!r} has {self.num_lanes} replicas and sizes {weights} of them; give one each, not "
-                "all 0"
+                f"side {self.name!r} has {self.num_lanes} replicas and sizes {weights}; give one each, not all 0"
             )
 
     def __str__(self) -> str:
@@ -229,10 +221,8 @@ class Side:
             BridgeError: the batch is shared out otherwise: by another dim, or unequally.
         """
         own = [dim for dim in self.dims if dim.name == REPLICAS or dim.placement == Shard(BATCH)]
-        if (
-            any(dim.name != REPLICAS or dim.placement != Shard(BATCH) for dim in own)
-            or len({*(self.lane_weights or ())}) > 1
-        ):
+        uneven = len({*(self.lane_weights or ())}) > 1
+        if uneven or any(dim.name != REPLICAS or dim.placement != Shard(BATCH) for dim in own):
             raise BridgeError(
                 f"side {self.name!r} ({self}) has no replicas that make the same: only {REPLICAS!r} may share out the "
                 "batch, in equal parts"
@@ -268,9 +258,8 @@ class Side:
             return ()
         groups: dict[tuple[int, ...], list[int]] = {}
         for coords in self._coords():
-            key = tuple(
-                coord for dim, coord in zip(self.dims, coords, strict=True) if not isinstance(dim.placement, Partial)
-            )
+            placed = zip(self.dims, coords, strict=True)
+            key = tuple(coord for dim, coord in placed if not isinstance(dim.placement, Partial))
             groups.setdefault(key, []).append(self._rank_at(coords))
         return tuple(sorted(tuple(sorted(ranks)) for ranks in groups.values()))
 

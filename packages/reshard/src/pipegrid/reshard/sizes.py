@@ -5,7 +5,7 @@ A side holds parts of each axis (`Side.intervals`). Of ``n`` rows, the part [p, 
 
 The batch is rounded inside each source replica, as replicas may differ: with replica ``k`` on [p_k, p_k+1) and of
 ``u_k`` samples, a point ``p`` in it is sample ``u_0 + ... + u_k-1 + floor(u_k (p - p_k) / (p_k+1 - p_k))`` (see
-`BatchMap`). Where each source replica is cut by itself, the bounds of the destination replicas are those of
+`batch_map`). Where each source replica is cut by itself, the bounds of the destination replicas are those of
 `replica_bounds` (`cuts_of_lane`).
 """
 
@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from functools import cached_property, lru_cache
 from typing import Annotated, Any, Literal
 
-from attrs import Factory, field, frozen
+from attrs import field, frozen
 
 from pipegrid.core.fields import Index, Name, checked, checked_fields, integer
 from pipegrid.reshard.box import Span, merge
@@ -29,6 +29,9 @@ from pipegrid.topology import replica_bounds, replica_sizes
 AxisNames = tuple[tuple[str, ...], ...]
 """The names of each axis of the tensor, major first: ``(("b", "s"), ("h",))`` is ``[b*s, h]``."""
 
+
+Parts = tuple[tuple[Interval, ...], ...]
+"""The parts of [0, 1) that each shard of an axis holds."""
 
 _Axes = Annotated[int, integer(1, 64)]  # as torch has it
 
@@ -175,48 +178,14 @@ class Sizes:
         return self.rows if self.samples is None else len(self.samples)
 
 
-@frozen(slots=False)
-class BatchMap:
-    """A monotone map from parts of [0, 1) to samples: the breakpoints are the source's replicas.
-
-    Both directions of a boundary use one map, anchored at the side that made the activation. Rounding down is
-    monotone, so parts that tile [0, 1) become ranges of samples that tile the batch.
-    """
-
-    breaks: tuple[Fraction, ...]
-    starts: tuple[int, ...]
-    cuts: Mapping[Fraction, int] = Factory(dict)
-
-    def __call__(self, point: Fraction) -> int:
-        """The first sample at or after ``point``; ``cuts`` has the points at which rounding down is not the rule."""
-        if point >= 1:
-            return self.starts[-1]
-        if point in self.cuts:
-            return self.cuts[point]
-        lane = bisect.bisect_right(self.breaks, point) - 1
-        low, high = self.breaks[lane], self.breaks[lane + 1]
-        units = self.starts[lane + 1] - self.starts[lane]
-        return self.starts[lane] + int(units * (point - low) / (high - low))
-
-
-def lane_intervals(
-    src: Side, dst: Side, sizes: Sizes
-) -> tuple[tuple[tuple[Interval, ...], ...], tuple[tuple[Interval, ...], ...]]:
-    """The parts of the batch, within [0, 1), that each replica of either side holds."""
-    units = source_units(src, sizes)
-    taken = destination_units(src, dst, sizes, units)
-    return src.intervals(BATCH, None if taken is None else units), dst.intervals(BATCH, taken)
-
-
 def destination_units(src: Side, dst: Side, sizes: Sizes, units: Sequence[int]) -> tuple[int, ...] | None:
     """Samples per destination replica, given those of the source replicas; None where each is cut by itself."""
     if sizes.dst_lanes is not None:
         return _one_per_lane("dst_lanes", sizes.dst_lanes, dst)
     if sizes.cut == "lane" or src.lane_weights is not None or dst.lane_weights is not None:
         return None
-    return (
-        replica_sizes(sizes.units, dst.num_lanes) if tuple(units) == replica_sizes(sizes.units, src.num_lanes) else None
-    )
+    even = replica_sizes(sizes.units, src.num_lanes)
+    return replica_sizes(sizes.units, dst.num_lanes) if tuple(units) == even else None
 
 
 def source_units(src: Side, sizes: Sizes) -> tuple[int, ...]:
@@ -251,37 +220,49 @@ def cuts_of_lane(units: int, lane: int, lanes: int, parts: int) -> dict[Fraction
     return {Fraction(j, parts): min(max(bounds[j] - lane * units, 0), units) for j in inside}
 
 
-def batch_map(src: Side, dst: Side, sizes: Sizes, lanes: Sequence[Sequence[Interval]]) -> BatchMap:
-    """The map that gives replica ``k`` of the source, whose part of [0, 1) is ``lanes[k]``, its own samples."""
+def batch_map(src: Side, dst: Side, sizes: Sizes) -> tuple[Parts, Parts, Callable[[Fraction], int]]:
+    """The parts of the batch, within [0, 1), of each replica of either side; and the first sample from a point on.
+
+    Source replica ``k`` has its own samples. Both directions of a boundary use one map, anchored at the side that made
+    the activation. Rounding down is monotone, so parts that tile [0, 1) become ranges of samples that tile the batch.
+    """
     units = source_units(src, sizes)
+    taken = destination_units(src, dst, sizes, units)
+    lanes = src.intervals(BATCH, None if taken is None else units)
     breaks = (lanes[0][0][0], *(held[0][1] for held in lanes))
     for index, count in enumerate(units):
         if count and breaks[index] == breaks[index + 1]:
             raise BridgeError(f"replica {index} of side {src.name!r} has weight 0 but holds {count} samples")
     starts = tuple(itertools.accumulate(units, initial=0))
-    cuts: dict[Fraction, int] = {}
-    if src.lane_weights is None and dst.lane_weights is None and destination_units(src, dst, sizes, units) is None:
+    cuts: dict[Fraction, int] = {}  # the points at which rounding down is not the rule
+    if src.lane_weights is None and dst.lane_weights is None and taken is None:
         for lane, count in enumerate(units):
             within = cuts_of_lane(count, lane, src.num_lanes, dst.num_lanes)
             cuts.update((point, starts[lane] + before) for point, before in within.items())
-    return BatchMap(breaks, starts, cuts)
+
+    def first_sample(point: Fraction) -> int:
+        if point >= 1:
+            return starts[-1]
+        if point in cuts:
+            return cuts[point]
+        lane = bisect.bisect_right(breaks, point) - 1
+        low, high = breaks[lane], breaks[lane + 1]
+        return starts[lane] + int((starts[lane + 1] - starts[lane]) * (point - low) / (high - low))
+
+    return lanes, dst.intervals(BATCH, taken), first_sample
 
 
 def axis_spans(
-    names: tuple[str, ...],
-    extent: int,
-    held: Mapping[str, Sequence[Interval]],
-    *,
-    to_sample: BatchMap,
-    samples: Sequence[int] | None,
+    sizes: Sizes, axis: int, parts: Sequence[Sequence[Interval]], to_sample: Callable[[Fraction], int]
 ) -> tuple[Span, ...]:
     """The rows of one axis that a rank holds, given its parts of each name folded into the axis."""
+    names, extent, samples = sizes.axes[axis], sizes.shape[axis], sizes.samples
     whole = ((Fraction(0), Fraction(1)),)
+    own = parts[0] if names else whole  # of the batch, if it is in the axis: what is folded into it comes second
+    inner = parts[1] if len(names) == 2 else whole
     if BATCH not in names:
-        parts = held.get(names[0], whole) if names else whole
-        return merge([(int(extent * a), int(extent * b)) for a, b in parts])
-    units = [(to_sample(a), to_sample(b)) for a, b in held.get(BATCH, whole)]
-    inner = held.get(names[1], whole) if len(names) == 2 else whole
+        return merge([(int(extent * a), int(extent * b)) for a, b in own])
+    units = [(to_sample(a), to_sample(b)) for a, b in own]
     if samples is None:
         if tuple(inner) != whole:
             raise BridgeError(f"{names[1]!r} is folded into {names} and cut inside of each sample; give `samples`")

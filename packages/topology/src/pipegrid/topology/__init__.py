@@ -8,44 +8,22 @@ Names outside ``__all__`` (rarer errors, groups, parts of roles and replicas) ar
 from __future__ import annotations
 
 from pipegrid.topology.collection import MultiModuleProcessGroupCollection, ProcessGroupCollection
-from pipegrid.topology.job.describe import describe
-from pipegrid.topology.ending import (
-    abort_group as abort_group,
-    destroy_groups as destroy_groups,
-    discard_groups as discard_groups,
-)
-from pipegrid.topology.errors import (
-    GridError as GridError,
-    GridKeyError as GridKeyError,
-    GroupConnectionError as GroupConnectionError,
-    GroupCreationTimeoutError as GroupCreationTimeoutError,
-    GroupStoreError as GroupStoreError,
-    PlacementError as PlacementError,
-    WorldError as WorldError,
-)
+from pipegrid.topology.ending import abort_group as abort_group, destroy_groups as destroy_groups
+from pipegrid.topology.ending import discard_groups as discard_groups
+from pipegrid.topology.errors import GridError as GridError, GridKeyError as GridKeyError, WorldError as WorldError
+from pipegrid.topology.errors import GroupConnectionError as GroupConnectionError, GroupStoreError as GroupStoreError
+from pipegrid.topology.errors import GroupCreationTimeoutError as GroupCreationTimeoutError
+from pipegrid.topology.errors import PlacementError as PlacementError
 from pipegrid.topology.grid import GroupRequest as GroupRequest, Relation as Relation, relation as relation
-from pipegrid.topology.groups import (
-    GroupSpec as GroupSpec,
-    control_store,
-    create_groups as create_groups,
-    creation_order as creation_order,
-)
+from pipegrid.topology.groups import GroupSpec as GroupSpec, control_store, create_groups as create_groups
+from pipegrid.topology.groups import creation_order as creation_order
 from pipegrid.topology.hyper_comm_grid import HyperCommGrid, create_grid_groups
-from pipegrid.topology.job.placement import place
-from pipegrid.topology.job.replicas import (
-    data_lane as data_lane,
-    replica_bounds as replica_bounds,
-    replica_of,
-    replica_samples,
-    replica_sizes as replica_sizes,
-)
-from pipegrid.topology.job.roles import (
-    MIMO_LANGUAGE_MODULE_KEY as MIMO_LANGUAGE_MODULE_KEY,
-    ModuleLayout as ModuleLayout,
-    ModuleStageInfo as ModuleStageInfo,
-    RankRole,
-)
 from pipegrid.topology.job.job_store import job_store as job_store, serve_store as serve_store
+from pipegrid.topology.job.placement import describe, place
+from pipegrid.topology.job.replicas import data_lane as data_lane, replica_bounds as replica_bounds
+from pipegrid.topology.job.replicas import replica_of, replica_samples, replica_sizes as replica_sizes
+from pipegrid.topology.job.roles import MIMO_LANGUAGE_MODULE_KEY as MIMO_LANGUAGE_MODULE_KEY, RankRole
+from pipegrid.topology.job.roles import ModuleLayout as ModuleLayout, ModuleStageInfo as ModuleStageInfo
 
 from_device_mesh = HyperCommGrid.from_device_mesh
 to_device_mesh = HyperCommGrid.to_device_mesh

@@ -14,9 +14,8 @@ import sys
 from collections.abc import Sequence
 
 from pipegrid.core.parser import Parser
-from pipegrid.topology.job.describe import describe
 from pipegrid.topology.job.job_store import serve_store
-from pipegrid.topology.job.placement import place
+from pipegrid.topology.job.placement import describe, place
 
 _MODULE = re.compile(r"(?P<name>[^@:=,]+)(@(?P<offset>\d+))?:(?P<dims>[^=,]+=\d+(,[^=,]+=\d+)*)")
 
@@ -33,9 +32,7 @@ def _module(text: str) -> tuple[str, int | None, dict[str, int]]:
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(prog="python -m pipegrid.topology", description="Plans of rank grids.")
     commands = parser.add_subparsers(required=True)
-    show = commands.add_parser(
-        "describe", help="place modules and print the world as a table, ranks x modules", epilog=__doc__
-    )
+    show = commands.add_parser("describe", help="place modules and print the world as a table", epilog=__doc__)
     show.add_argument("--world", type=int, required=True, metavar="N", help="number of ranks")
     show.add_argument(
         "--together",
@@ -45,9 +42,7 @@ def _parser() -> argparse.ArgumentParser:
         type=lambda text: text.split(","),
         help="modules on the same ranks; may occur several times",
     )
-    show.add_argument(
-        "--max-rows", type=int, default=64, metavar="N", help="a larger world has a row per stretch of ranks"
-    )
+    show.add_argument("--max-rows", type=int, default=64, metavar="N", help="larger worlds: a row per stretch of ranks")
     show.add_argument("modules", nargs="+", metavar="MODULE", help="name[@offset]:dim=size,dim=size,...")
     serve = commands.add_parser(
         "serve", help="run a launcher beside a store that outlives its ranks, which find it by `job_store`"

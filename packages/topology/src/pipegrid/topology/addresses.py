@@ -68,12 +68,8 @@ def gloo_interface(server: str, others: Callable[[], Iterable[tuple[str, str]]],
     """The interface over which a group shall connect; empty leaves the choice to gloo, which reads its variable.
 
     ``GLOO_SOCKET_IFNAME`` decides. Without it, among the interfaces that ``NCCL_SOCKET_IFNAME`` allows, the one from
-    which this host reaches the store, or, on the store's own host, the other hosts.
-
-    Args:
-        server: the host of the store.
-        others: the names and the addresses of the hosts of the group's other ranks; asked where that matters.
-        label: of the group.
+    which this host reaches the store on the host ``server``, or, on the store's own host, the other hosts: ``others``
+    has the names and addresses of those of the group's other ranks, and is asked where that matters.
 
     Raises:
         GroupConnectionError: this rank would listen on a loopback address, and some members are on other hosts.

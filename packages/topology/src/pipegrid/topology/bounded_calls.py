@@ -48,11 +48,9 @@ def reason_to_give_up() -> Callable[[], str]:
 
 @define(eq=False)
 class BoundedCall:
-    """A call that was started.
+    """A call of ``function(*arguments)`` that was started at ``begun``, in `time.monotonic` seconds.
 
     Attributes:
-        function: called with ``arguments``.
-        begun: when, in `time.monotonic` seconds.
         done: locked until it has returned or raised: ``result``, ``error``.
         given_up: its wait ended at the deadline; a call that the thread has not begun by then is dropped.
     """
@@ -106,11 +104,7 @@ class BoundedCalls:
         return result
 
     def start(self, function: Callable[..., _T], *arguments: Any) -> BoundedCall:
-        """Have ``function(*arguments)`` called on the thread, behind the calls before it.
-
-        Raises:
-            SilentStoreError: the thread was closed.
-        """
+        """Have ``function(*arguments)`` called on the thread, behind those before it; `SilentStoreError` if closed."""
         if self.closed:
             raise SilentStoreError("the thread that asks the store was closed")
         if not self._threads:
@@ -122,15 +116,9 @@ class BoundedCalls:
         return call
 
     def wait(self, call: BoundedCall, *, seconds: float, given_up: Callable[[], object] = lambda: False) -> Any:
-        """The result of a call that was started, within ``seconds`` from now.
+        """The result of a call of `start`, within ``seconds`` from now; `SilentStoreError` where it has not returned.
 
-        Args:
-            call: of `start`.
-            seconds: the deadline.
-            given_up: asked every 0.1 s; once it is true, the wait ends as at the deadline.
-
-        Raises:
-            SilentStoreError: it did not return in time.
+        ``given_up`` is asked every 0.1 s; once it is true, the wait ends as at the deadline.
         """
         end = time.monotonic() + seconds
         while not call.done.acquire(timeout=max(0.0, min(_ASK_SECONDS, end - time.monotonic()))):
@@ -157,11 +145,7 @@ def bounded(
     patience: float = 1.0,
     given_up: Callable[[], object] = lambda: False,
 ) -> _T:
-    """One call, on a thread of its own; see `BoundedCalls`.
-
-    Raises:
-        SilentStoreError: it did not return within ``seconds``; its thread is left behind.
-    """
+    """One call of `BoundedCalls`; after a `SilentStoreError` its thread is left behind."""
     calls = BoundedCalls(name, patience=patience)
     try:
         return calls.run(function, *arguments, seconds=seconds, given_up=given_up)

@@ -84,11 +84,7 @@ class ProcessGroupCollection:
 
     @classmethod
     def from_grid(
-        cls,
-        grid: HyperCommGrid,
-        *names: str,
-        expert_view: str | None = None,
-        **others: ProcessGroup | None,
+        cls, grid: HyperCommGrid, *names: str, expert_view: str | None = None, **others: ProcessGroup | None
     ) -> Self:
         """The collection of ``grid``'s groups.
 
@@ -157,9 +153,7 @@ class MultiModuleProcessGroupCollection:
     ) -> None:
         given = module_pgs if modules is None else modules
         if given is None or None not in (modules, module_pgs):
-            raise PlacementError(
-                "modules and module_pgs are names of one argument, the collections by module; give one"
-            )
+            raise PlacementError("modules and module_pgs are names of one argument, collections by module; give one")
         if _BY_NAME not in (language_module_name, language_model_module_name):
             raise PlacementError("language_module_name and language_model_module_name are names of one argument")
         language = language_model_module_name if language_module_name is _BY_NAME else language_module_name
@@ -171,10 +165,7 @@ class MultiModuleProcessGroupCollection:
 
     @classmethod
     def from_grids(
-        cls,
-        grids: Mapping[str, HyperCommGrid],
-        *names: str,
-        expert_views: Mapping[str, str] | None = None,
+        cls, grids: Mapping[str, HyperCommGrid], *names: str, expert_views: Mapping[str, str] | None = None
     ) -> Self:
         """The collections of those grids that this rank is in.
 
@@ -186,11 +177,11 @@ class MultiModuleProcessGroupCollection:
         views = {} if expert_views is None else expert_views
         if not views.keys() <= grids.keys():
             raise PlacementError(f"expert_views has modules {list(views)}; those with grids are {list(grids)}")
+        here = {module: grid for module, grid in grids.items() if grid.is_current_rank_in_grid()}
         return cls(
             {
                 module: ProcessGroupCollection.from_grid(grid, *names, expert_view=views.get(module))
-                for module, grid in grids.items()
-                if grid.is_current_rank_in_grid()
+                for module, grid in here.items()
             }
         )
 

@@ -1,7 +1,5 @@
 """The errors of this package; each text has the value, the rule and, where it is not obvious, the remedy."""
 
-from __future__ import annotations
-
 
 class GridError(ValueError):
     """A shape, dimension, view, coordinate or group that no grid has, that does not fit, or that occurs twice."""

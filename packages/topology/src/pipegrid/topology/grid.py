@@ -198,7 +198,6 @@ def span_of(ranks: Sequence[int]) -> str:
 class View:
     """A second factorization of a grid's ranks; groups over ``shared_dims`` alone are the grid's own groups."""
 
-    name: str
     grid: Grid
     shared_dims: frozenset[str]
 
@@ -222,7 +221,7 @@ def make_view(base: Grid, name: str, shape: Sequence[int], dim_names: Sequence[s
             raise GridError(
                 f"view {name!r} {grid} cannot share {dim!r} of the grid {base}: both must have it, with the same groups"
             )
-    return View(name, grid, frozenset(shared))
+    return View(grid, frozenset(shared))
 
 
 @frozen
@@ -253,7 +252,6 @@ class HasRanks(Protocol):
     @property
     def ranks(self) -> Sequence[int]:
         """The ranks, ascending; a range where they are consecutive."""
-        ...
 
 
 def relation(a: HasRanks, b: HasRanks) -> Relation:

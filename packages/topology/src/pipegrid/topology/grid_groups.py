@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from attrs import define, field
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @define(eq=False)
 class SharedGroup:
-    """A real group and the number of grids that hold it; it is destroyed with the last one."""
+    """A real group and the number of its holders, grids or another owner; it is destroyed with the last one."""
 
     group: ProcessGroup
     ranks: tuple[int, ...]
@@ -68,10 +68,6 @@ class GridGroups:
             shared.holders += 1
         self._groups[request] = shared
 
-    def adopt(self, request: GroupRequest, group: ProcessGroup, ranks: Sequence[int]) -> None:
-        """Hold a group with another owner, which this grid never destroys."""
-        self.hold(request, SharedGroup(group, tuple(ranks), "adopted", holders=1))
-
     def use(self, request: GroupRequest, *, new: bool) -> None:
         """One user more, for whom the group is ``new`` or was there; one that was there before any user stays."""
         if new or request in self._users:
@@ -96,9 +92,7 @@ class GridGroups:
         destroy_groups([shared.group for shared in held if shared.release()])
 
 
-def create_held(
-    wanted: Mapping[tuple[GridGroups, GroupRequest], tuple[GroupSpec | None, GroupOptions]],
-) -> None:
+def create_held(wanted: Mapping[tuple[GridGroups, GroupRequest], tuple[GroupSpec | None, GroupOptions]]) -> None:
     """Create and hold the wanted groups of several grids, in one order; None is a rank outside the grid."""
     specs = {key: (spec, options) for key, (spec, options) in wanted.items() if spec is not None}
     found = {(groups, request): groups.find(*specs[groups, request]) for groups, request in specs}

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 from attrs import field, frozen
 
 from pipegrid.core.fields import Index, Name, Rule, checked, checked_fields
-from pipegrid.topology.addresses import gloo_interface
+from pipegrid.topology.addresses import gloo_interface, server_of
 from pipegrid.topology.bounded_calls import SilentStoreError, bounded, reason_to_give_up
 from pipegrid.topology.ending import discard_groups
-from pipegrid.topology.errors import GridError, GroupConnectionError, GroupStoreError
+from pipegrid.topology.errors import GridError, GroupConnectionError, GroupCreationTimeoutError, GroupStoreError
 from pipegrid.topology.rendezvous import Rendezvous
 from pipegrid.topology.world import require_default_group
 
@@ -90,10 +90,8 @@ class GroupOptions:
     """The options of a group besides its ranks, with all defaults filled in.
 
     Attributes:
-        backend: of the group, such as ``gloo`` or ``cpu:gloo,cuda:nccl``.
         timeout: of the group's operations.
         creation_timeout: for all members to arrive and, again, for all of them to connect.
-        pg_options: the backend's options.
         group_desc: description in torch's logs; None is the group's label.
     """
 
@@ -176,21 +174,24 @@ def create_groups(
     return {spec: made[spec, options.text] for spec in ordered if (spec, options.text) in made}
 
 
-def create_each(
-    wanted: Iterable[tuple[GroupSpec, GroupOptions]],
-) -> dict[tuple[GroupSpec, str], ProcessGroup]:
+def create_each(wanted: Iterable[tuple[GroupSpec, GroupOptions]]) -> dict[tuple[GroupSpec, str], ProcessGroup]:
     """Create this rank's groups of ``wanted``, each with options of its own; keyed by spec and options' text.
 
     The order is `creation_order` with ties broken by the options, so it is total here as well.
     """
     here, world_size = require_default_group()
-    from pipegrid.topology.torch_compat import default_store
+    from pipegrid.topology import torch_compat as compat
 
     ordered = sorted(wanted, key=lambda item: (item[0].order_key, item[1].text))
     for spec, _ in ordered:
         if max(spec.ranks) >= world_size:
             raise GridError(f"group {spec.label!r} has rank {max(spec.ranks)}, the world has {world_size} ranks")
-    _require_peers(ordered)
+    for spec, options in ordered if compat.is_dry() else ():  # ranks and a store that do not exist
+        if not compat.is_fake(options.backend):
+            raise GridError(
+                f"group {spec.label!r} has backend {options.backend!r}, but the default group's is 'fake', a dry run: "
+                "no other rank exists. Leave the backend to the default group"
+            )
     made: dict[tuple[GroupSpec, str], ProcessGroup] = {}
     shared: dict[tuple[tuple[int, ...], str], ProcessGroup] = {}
     try:
@@ -199,9 +200,17 @@ def create_each(
                 continue
             group = shared.get((spec.ranks, options.text)) if spec.shared else None
             if group is None:
-                members = Rendezvous(default_store(), spec.ranks, here, spec.label, options.creation_timeout)
-                with members.named_errors():
+                members = Rendezvous(compat.default_store(), spec.ranks, here, spec.label, options.creation_timeout)
+                try:
                     group = _create(spec, options, members)
+                except (GroupCreationTimeoutError, GroupConnectionError):
+                    raise
+                except RuntimeError as error:  # of torch, which names keys and addresses
+                    raise GroupConnectionError(
+                        f"rank {here} could not create group {spec.label!r} of ranks {members.members}: "
+                        f"{(str(error).splitlines() or [''])[0]}. Where a member or the process of the store has "
+                        "ended, look there"
+                    ) from error
             if spec.shared:
                 shared[spec.ranks, options.text] = group
             made[spec, options.text] = group
@@ -232,18 +241,6 @@ def unconnected_group(ranks: Sequence[int], label: str) -> ProcessGroup:
         )
 
 
-def _require_peers(wanted: Iterable[tuple[GroupSpec, GroupOptions]]) -> None:
-    """Raise for a group whose backend needs, in a dry run, ranks and a store that do not exist."""
-    from pipegrid.topology import torch_compat as compat
-
-    for spec, options in wanted if compat.is_dry() else ():
-        if not compat.is_fake(options.backend):
-            raise GridError(
-                f"group {spec.label!r} has backend {options.backend!r}, but the default group's is 'fake', a dry run: "
-                "no other rank exists. Leave the backend to the default group"
-            )
-
-
 def _create(spec: GroupSpec, options: GroupOptions, members: Rendezvous) -> ProcessGroup:
     """Wait at a barrier for the other members, connect, and return when all of them are connected."""
     from pipegrid.topology import torch_compat as compat
@@ -257,7 +254,7 @@ def _create(spec: GroupSpec, options: GroupOptions, members: Rendezvous) -> Proc
         key, number = name, members.meet(name)
         name = f"{name}#{number}"
         if len(spec.ranks) > 1 and "gloo" in options.backend:
-            interface = gloo_interface(members.server, lambda: members.hosts(key, number), spec.label)
+            interface = gloo_interface(server_of(members.store), lambda: members.hosts(key, number), spec.label)
     connected = f"{name}/connected"
     try:
         with compat.over(interface):

@@ -139,11 +139,7 @@ class HyperCommGrid:
         return self._factorization(view).group_of(resolve_rank(rank), dims)
 
     def register_view(
-        self,
-        name: str,
-        shape: Sequence[int],
-        dim_names: Sequence[str],
-        shared_dims: Sequence[str] | None = None,
+        self, name: str, shape: Sequence[int], dim_names: Sequence[str], shared_dims: Sequence[str] | None = None
     ) -> None:
         """Add a second factorization of the same ranks, for example expert dims.
 
@@ -276,14 +272,21 @@ class HyperCommGrid:
             view: the view they belong to.
             device_type: as for DeviceMesh; None is the device that the groups' backend serves.
         """
-        from pipegrid.topology.device_mesh import mesh_over
+        import torch
+        import torch.distributed as dist
+        from torch.distributed.device_mesh import DeviceMesh
+
+        from pipegrid.topology import torch_compat as compat
 
         names = self.select_dims(dims, view=view)[::-1]
         groups = [group for name in names if (group := self.get_pg(name, view=view)) is not None]
         if not self.is_current_rank_in_grid():
             return None
-        sizes = [self.dim_size(name, view=view) for name in names]
-        return mesh_over(names, sizes, self.group_ranks(names, view=view), groups, device_type)
+        if device_type is None:
+            device_type = compat.accelerator_of(compat.backends_by_device(dist.get_backend_config(groups[0]))) or "cpu"
+        ranks = torch.tensor(list(self.group_ranks(names, view=view)), dtype=torch.int)
+        mesh = ranks.reshape([self.dim_size(name, view=view) for name in names])
+        return DeviceMesh.from_group(groups, torch.device(device_type).type, mesh, mesh_dim_names=names)
 
     @classmethod
     def from_device_mesh(cls, mesh: DeviceMesh) -> HyperCommGrid:
@@ -292,13 +295,20 @@ class HyperCommGrid:
         Raises:
             GridError: the mesh has no dim names, or its ranks do not ascend with the last dim fastest.
         """
-        from pipegrid.topology.device_mesh import grid_of
-
-        base = grid_of(mesh)
-        grid = cls(base.shape, base.dim_names, ranks=base.ranks)
+        names = mesh.mesh_dim_names
+        if names is None:
+            raise GridError("the DeviceMesh has no mesh_dim_names; the dims of a grid have names")
+        ranks: list[int] = mesh.mesh.flatten().tolist()
+        if ranks != sorted(ranks):
+            raise GridError(
+                f"the DeviceMesh {tuple(names)} of ranks {mesh.mesh.tolist()} is not a grid: "
+                f"the ranks of a grid ascend, the last dim of the mesh fastest"
+            )
+        grid = cls(tuple(mesh.mesh.shape)[::-1], names[::-1], ranks=ranks)
         if grid.is_current_rank_in_grid():
-            for name in base.dim_names:
-                grid._groups.adopt(GroupRequest(name), mesh.get_group(name), grid.group_ranks(name))
+            for name in grid.dim_names:
+                adopted = SharedGroup(mesh.get_group(name), tuple(grid.group_ranks(name)), "adopted", holders=1)
+                grid._groups.hold(GroupRequest(name), adopted)
         return grid
 
 

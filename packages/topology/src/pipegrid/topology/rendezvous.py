@@ -12,7 +12,6 @@ import json
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -20,7 +19,7 @@ from attrs import frozen
 
 from pipegrid.topology.addresses import address_towards, server_of
 from pipegrid.topology.bounded_calls import SilentStoreError, bounded, reason_to_give_up
-from pipegrid.topology.errors import GroupConnectionError, GroupCreationTimeoutError, GroupStoreError
+from pipegrid.topology.errors import GroupCreationTimeoutError, GroupStoreError
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -32,15 +31,7 @@ _GRACE = 1.8  # seconds past the deadline in which a store must have answered; a
 
 @frozen
 class Rendezvous:
-    """One rank's end of the barrier of a group's members.
-
-    Attributes:
-        store: of the world.
-        ranks: of the group.
-        rank: this one.
-        label: of the group, for errors.
-        timeout: deadline of each barrier.
-    """
+    """The end of ``rank`` at the barrier of the members of group ``label``; ``timeout`` is the deadline of each."""
 
     store: Store
     ranks: Sequence[int]
@@ -48,24 +39,12 @@ class Rendezvous:
     label: str
     timeout: timedelta
 
-    @property
-    def server(self) -> str:
-        """The host of the store, as its clients name it; empty where it has none."""
-        return server_of(self.store)
-
-    @property
-    def own(self) -> str:
-        """The arrival record of this rank: the name of its host, and its address towards the store's host."""
-        return json.dumps([socket.gethostname(), address_towards(self.server)])
-
     def hosts(self, key: str, sequence: int) -> Iterator[tuple[str, str]]:
         """The names and addresses of the other members' hosts, from their arrival records under ``key``."""
         for other in self.ranks:
             if other != self.rank:
-                text = bounded(
-                    self.store.get, f"{key}/{sequence}/arrived/{other}", seconds=_GRACE, name="pipegrid-hosts"
-                )
-                name, address = json.loads(text)
+                record = f"{key}/{sequence}/arrived/{other}"
+                name, address = json.loads(bounded(self.store.get, record, seconds=_GRACE, name="pipegrid-hosts"))
                 yield str(name), str(address)
 
     @property
@@ -73,29 +52,12 @@ class Rendezvous:
         """The ranks, for errors."""
         return _abbreviated(self.ranks)
 
-    @contextmanager
-    def named_errors(self) -> Iterator[None]:
-        """Give errors of torch in the block, which name keys and addresses, the label and the ranks of the group."""
-        try:
-            yield
-        except (GroupCreationTimeoutError, GroupConnectionError):
-            raise
-        except RuntimeError as error:
-            raise GroupConnectionError(
-                f"rank {self.rank} could not create group {self.label!r} of ranks {self.members}: "
-                f"{(str(error).splitlines() or [''])[0]}. Where a member or the process of the store has ended, look "
-                "there"
-            ) from error
-
     def meet(self, key: str, *, step: str = "come") -> int:
         """Wait until all members have arrived; return how often they had passed the barrier ``key`` before.
 
         Four short store operations per member, whatever the size of the group. They run in a thread of their own: a
-        store whose host has stopped answers no operation, and torch's timeouts do not end the call then.
-
-        Args:
-            key: of the barrier.
-            step: the verb of the error: what the missing ranks did not do.
+        store whose host has stopped answers no operation, and torch's timeouts do not end the call then. ``step`` is
+        the verb of the error: what the missing ranks did not do.
 
         Raises:
             GroupCreationTimeoutError: some members did not arrive in time, which it names, or `giving_up` has a
@@ -122,7 +84,8 @@ class Rendezvous:
         sequence = store.add(f"{key}/sequence", 0)
         here = f"{key}/{sequence}"
         arrived = f"{here}/arrived/{self.rank}"
-        store.set(arrived, self.own)
+        # For `hosts`: the name of this host, and its address towards the store's host.
+        store.set(arrived, json.dumps([socket.gethostname(), address_towards(server_of(store))]))
         if store.add(f"{here}/count", 1) == len(ranks):
             # Before any member goes on: the next barrier of these members must find the new number.
             store.add(f"{key}/sequence", 1)

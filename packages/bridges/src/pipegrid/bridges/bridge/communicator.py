@@ -23,20 +23,13 @@ from pipegrid.bridges.bridge.options import EdgeArguments, EdgeOptions
 from pipegrid.bridges.bridge.traffic import EdgeTraffic
 from pipegrid.bridges.bridge.wiring import group_spec
 from pipegrid.bridges.collectives import abort_groups, own_groups
-from pipegrid.core.edge import Direction
-from pipegrid.core.fields import checked
+from pipegrid.core import Direction, checked
 from pipegrid.core.lanes import LaneSharing
-from pipegrid.reshard import (
-    GridLike,
-)
-from pipegrid.reshard.errors import BridgeError
+from pipegrid.reshard import BridgeError, GridLike
 from pipegrid.topology import discard_groups
+from pipegrid.transport import Handle, Lane, Lanes, P2PUsageError, ReceiveHandle
 from pipegrid.transport.config import P2PConfig, ShapeMode, as_config
-from pipegrid.transport.control.lanes import Lanes
 from pipegrid.transport.control.opening import open_lanes, resolve_device
-from pipegrid.transport.errors import P2PUsageError
-from pipegrid.transport.lane.lane import Lane
-from pipegrid.transport.protocol import Handle, ReceiveHandle
 from pipegrid.transport.streams import new_stream
 
 Shapes = Literal["fixed", "variable"]
@@ -123,9 +116,7 @@ class BridgeCommunicator(BridgeEnds):
             (src_grid, dest_grid),
             (src_module_name, dest_module_name),
             evolve(
-                options,
-                dim_mapping=options.dim_mapping or dim_mapping,
-                comm_dtype=options.comm_dtype or comm_dtype,
+                options, dim_mapping=options.dim_mapping or dim_mapping, comm_dtype=options.comm_dtype or comm_dtype
             ),
             tensor_ndim=options.tensor_ndim or tensor_ndim,
             label=label,
@@ -192,8 +183,6 @@ class BridgeCommunicator(BridgeEnds):
         if direction is _FORWARD:
             return exchange.isend_forward if sends else exchange.irecv_forward
         return exchange.isend_backward if sends else exchange.irecv_backward
-
-    # -- the asynchronous verbs -------------------------------------------------------------------------
 
     def isend_forward(self, tensor: Any, *, samples: Sequence[int] | None = None) -> Handle | None:
         """Start sending this rank's part of an activation.
@@ -279,8 +268,6 @@ class BridgeCommunicator(BridgeEnds):
         renew_lanes(self.lanes.values())
         self.exchange.forget()
 
-    # -- the blocking verbs -----------------------------------------------------------------------------
-
     def send_forward(self, tensor: Any, *, samples: Sequence[int] | None = None) -> None:
         """Send an activation from the source side, and wait for the send."""
         _waited(self.isend_forward(tensor, samples=samples))
@@ -348,9 +335,8 @@ def renew_lanes(lanes: Iterable[Lane]) -> None:
 def lane_config(settings: P2PConfig, *, variable: bool) -> P2PConfig:
     """The settings of lanes that carry bridges: any dtype, and shapes that vary or are agreed with a header.
 
-    Raises:
-        P2PUsageError: communicators of a plan. A bridge has several lanes for one of the plan's, and may start a
-            receive after its batch, when the sizes have arrived; the proof knows neither.
+    `P2PUsageError`: communicators of a plan. A bridge has several lanes for one of the plan's, and may start a receive
+    after its batch, when the sizes have arrived; the proof knows neither.
     """
     if isinstance(settings.communicators, LaneSharing):
         raise P2PUsageError(
@@ -358,6 +344,5 @@ def lane_config(settings: P2PConfig, *, variable: bool) -> P2PConfig:
             "variable-TP stages are 'separate' or 'shared'"
         )
     varying: ShapeMode = "learned" if settings.shape_mode == "learned" else "header"
-    return evolve(
-        settings, pipeline_dtype=None, variable_seq_lengths=variable, shapes=varying if variable else "agreed"
-    )
+    shapes = varying if variable else "agreed"
+    return evolve(settings, pipeline_dtype=None, variable_seq_lengths=variable, shapes=shapes)

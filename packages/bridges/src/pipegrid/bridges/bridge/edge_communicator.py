@@ -13,12 +13,9 @@ from pipegrid.bridges.bridge.exchange import Exchange
 from pipegrid.bridges.collectives import abort_groups
 from pipegrid.core.edge import Direction, Edge
 from pipegrid.reshard.errors import BridgeError
-from pipegrid.transport.base import Port, Verbs
+from pipegrid.transport import Handle, Lane, P2PLaneDeadError, Port, ReceiveHandle, Verbs
 from pipegrid.transport.communicator import LaneCommunicator
 from pipegrid.transport.control.handshake import Handshake
-from pipegrid.transport.errors import P2PLaneDeadError
-from pipegrid.transport.lane.lane import Lane
-from pipegrid.transport.protocol import Handle, ReceiveHandle
 
 Way: TypeAlias = tuple[Edge, Direction]
 

@@ -8,11 +8,10 @@ from typing import Any
 from attrs import evolve
 
 from pipegrid.bridges.bridge.options import EdgeOptions
-from pipegrid.bridges.bridge.wiring import boundary_sides, wiring_of
+from pipegrid.bridges.bridge.wiring import BridgeWiring, PayloadWiring, boundary_sides
 from pipegrid.core.edge import Direction
 from pipegrid.core.fields import shown
-from pipegrid.reshard import BATCH, AxisNames, End, GridLike, as_grid, axis_names, replica_side
-from pipegrid.reshard.errors import BridgeError
+from pipegrid.reshard import BATCH, AxisNames, BridgeError, GridLike, as_grid, axis_names, replica_side
 from pipegrid.transport.errors import P2PLaneDeadError
 
 _FORWARD, _BACKWARD = Direction.FORWARD, Direction.BACKWARD
@@ -74,8 +73,15 @@ class BridgeEnds:
         self.src, self.dst = sides
         self.is_source, self.is_destination = rank in self.src.coords_of, rank in self.dst.coords_of
         has = tuple(Direction) if self.backward else (_FORWARD,)
-        used = tuple(way for way in has if directions is None or way in set(directions))
-        self._wiring = wiring_of(self.label, sides, self.axes, options, used, rank)
+        wanted = None if directions is None else set(directions)
+        used = tuple(way for way in has if wanted is None or way in wanted)
+        structure = options.structure
+        self._wiring: BridgeWiring
+        if structure is None:
+            self._wiring = BridgeWiring(self.label, *sides, self.axes, options.strategy, used, rank)
+        else:
+            axes = structure.leaves[0].axes
+            self._wiring = PayloadWiring(self.label, *sides, axes, options.strategy, used, rank, structure)
         self.carries_gradients = _BACKWARD in used
         self.lane_specs = self._wiring.lane_specs
         on_wire = options.comm_dtype or "as it is"
@@ -91,48 +97,39 @@ class BridgeEnds:
             P2PLaneDeadError: the bridge was destroyed.
             BridgeError: this rank is not in that side's grid, or there are no lanes for gradients.
         """
-        here = self.is_source if (direction is _FORWARD) is sends else self.is_destination
+        gives = (direction is _FORWARD) is sends
+        here = self.is_source if gives else self.is_destination
         if here and not self._destroyed and (direction is _FORWARD or self.carries_gradients):
             return True
         if self._destroyed:
             raise P2PLaneDeadError(f"{self} was destroyed; make a new one")
-        end: End = "source" if (direction is _FORWARD) is sends else "destination"
         verb = f"{'send' if sends else 'recv'}_{direction.name.lower()}"
-        if not here:
-            if self.rank in as_grid(self.src_grid if end == "source" else self.dest_grid).ranks:
-                return False
-            raise self._wrong_side(end, verb)
-        raise self._no_backward(verb)
+        if here:
+            raise self._no_backward(verb)
+        side, other, own, there = self.src, self.dst, self.src_grid, self.dest_grid
+        if not gives:
+            side, other, own, there = other, side, there, own
+        if self.rank in as_grid(own).ranks:
+            return False
+        elsewhere = f"the side of {other.name!r}" if self.rank in as_grid(there).ranks else "neither"
+        raise BridgeError(
+            f"{self}: {verb} is for the {'source' if gives else 'destination'} side ({side.name!r}, ranks "
+            f"{shown(side.ranks)}), but rank {self.rank} is on {elsewhere}"
+        )
 
     def _no_backward(self, verb: str) -> BridgeError:
         why = "which its plan does not use" if self.backward else "being declared without backward"
         return BridgeError(f"{self} has no lanes for gradients, {why}: no {verb} on it")
 
-    def _wrong_side(self, end: End, verb: str) -> BridgeError:
-        side, other, there = self.src, self.dst, self.dest_grid
-        if end == "destination":
-            side, other, there = self.dst, self.src, self.src_grid
-        elsewhere = f"the side of {other.name!r}" if self.rank in as_grid(there).ranks else "neither"
-        return BridgeError(
-            f"{self}: {verb} is for the {end} side ({side.name!r}, ranks {shown(side.ranks)}), but rank {self.rank} is "
-            f"on {elsewhere}"
-        )
-
 
 def _of_replica(shape: Sequence[int | None] | None, axes: AxisNames, replicas: int) -> tuple[int | None, ...] | None:
-    """The declared extents of the tensor of all ``replicas`` as those of one.
-
-    Raises:
-        BridgeError: the batch has no equal parts.
-    """
+    """The declared extents of the tensor of all ``replicas`` as those of one; `BridgeError` without equal parts."""
     if shape is None:
         return None
     found = list(shape)
     for axis, (names, extent) in enumerate(zip(axes, shape, strict=True)):
         if BATCH in names and extent is not None:
             if extent % replicas:
-                raise BridgeError(
-                    f"shape is {tuple(shape)}; its batch, {extent}, is to be shared by {replicas} replicas"
-                )
+                raise BridgeError(f"shape is {shape}; its batch, {extent}, is to be shared by {replicas} replicas")
             found[axis] = extent // replicas
     return tuple(found)

@@ -19,11 +19,10 @@ from attrs import define, field, frozen
 from pipegrid.bridges.bridge.leaves import LeafTransfer, Leaves, Microbatch, peers_of, tensor_of
 from pipegrid.bridges.bridge.plans import LeafNote, decode, encode
 from pipegrid.bridges.bridge.receive import BridgeReceive, BridgeSend, Filled, PostedReceives, with_gradient
-from pipegrid.bridges.bridge.traffic import EdgeTraffic, LeafShare
+from pipegrid.bridges.bridge.traffic import EdgeTraffic
 from pipegrid.bridges.steps import Completing
 from pipegrid.core.edge import Direction
-from pipegrid.reshard import SPLIT_SIZES, RankPart
-from pipegrid.reshard.errors import BridgeError, ShapeError
+from pipegrid.reshard import SPLIT_SIZES, BridgeError, RankPart, ShapeError
 from pipegrid.transport.messages.handle import Transfer
 from pipegrid.transport.protocol import Handle, ReceiveHandle
 
@@ -36,11 +35,9 @@ class PendingGradients(Generic[Sent]):
     """Activations that were sent, or received, and whose gradients are still due.
 
     Attributes:
-        call: the call that answers them, for errors: edge, verb and rank.
+        call: the edge, verb and rank that answer them, for errors.
         what: the name of the pending object, for errors, such as ``"activation that was sent"``.
-        variable: whether activations differ. Where they do not, a gradient belongs to any of them, and there is
-            nothing to count.
-        first: the activation that represents all where they do not differ; None before the first.
+        variable: whether activations differ. Where they do not, a gradient belongs to any of them: to ``first``.
     """
 
     call: str
@@ -58,11 +55,7 @@ class PendingGradients(Generic[Sent]):
 
     @property
     def oldest(self) -> Sent:
-        """The activation that the next gradient belongs to.
-
-        Raises:
-            BridgeError: no gradient is due.
-        """
+        """The activation that the next gradient belongs to; `BridgeError` where no gradient is due."""
         found = self._waiting[0] if self._waiting else self.first
         if found is None:
             raise BridgeError(f"{self.call}: no {self.what} waits for its gradient")
@@ -95,8 +88,7 @@ class _Steady:
     """The values that later messages reuse, on an edge of one tensor of fixed shape, in one direction.
 
     Attributes:
-        shape: of the tensor.
-        dtype: of the tensor.
+        shape, dtype: of the tensor.
         view: the shape with which it travels; None is its own.
         part: this rank's in the plan.
         wire_dtype: of the message.
@@ -124,8 +116,6 @@ class Exchange:
     """The microbatches of one edge on a rank of its boundary.
 
     Args:
-        traffic: of the edge.
-        leaves: of the payload.
         variable: whether shapes and numbers may change from message to message.
         skips_empty: lanes that carry nothing are left out from the second activation on: sizes are fixed by then. Only
             where a strategy leaves lanes unused; otherwise a message without bytes, for a tensor with fewer elements
@@ -156,8 +146,6 @@ class Exchange:
         self._received: PendingGradients[Arrival] = PendingGradients(
             f"{self.name}: send_backward on rank {self.rank}", f"{what} that was received", self.variable
         )
-
-    # -- activations: send ---------------------------------------------------------------------------------------
 
     def isend_forward(self, payload: Any, *, samples: Sequence[int] | None = None) -> Handle:
         """Start sending this rank's part of an activation; ``samples``: rows of each sample of a packed one."""
@@ -190,8 +178,6 @@ class Exchange:
             self._steady = _Steady.of(payload, leaves[0], _FORWARD, every=not self._skips_empty)
         self._sent.add(leaves, has_gradient=self._tied and torch.is_grad_enabled())
         return sending
-
-    # -- activations: receive ------------------------------------------------------------------------------------
 
     def irecv_forward(self, shape: Sequence[int] | None = None) -> ReceiveHandle:
         """Start receiving the next activation, of ``shape`` if given."""
@@ -237,21 +223,16 @@ class Exchange:
             return self._arriving
         leader = self._wiring.sizes_from
         if leader is not None:
-            texts = self._notes_of_leader(leader, texts)
+            copies, waits = self._wiring.copies(_FORWARD), self.traffic.waits
+            group = self.traffic.groups[self._wiring.completion_group(copies, _FORWARD)]
+            own = json.dumps(sorted(texts.items())) if self.rank == leader else ""
+            task = f"rank {leader} did not pass on the source's sizes"
+            texts = dict(json.loads(waits.gather_text(own, copies, group, task=task)[leader]))
         leaves = self._leaves.incoming({peer: decode(text) for peer, text in texts.items()})
         if not self.variable:
             # In place of the first receive, which would keep its tensors for as long as the bridge lives.
             self._arriving, self._received.first = leaves, Arrival(leaves)
         return leaves
-
-    def _notes_of_leader(self, leader: int, notes: Mapping[int, str]) -> dict[int, str]:
-        copies, traffic = self._wiring.copies(_FORWARD), self.traffic
-        group = traffic.groups[self._wiring.completion_group(copies, _FORWARD)]
-        own = json.dumps(sorted(notes.items())) if self.rank == leader else ""
-        task = f"rank {leader} did not pass on the source's sizes"
-        return dict(json.loads(traffic.waits.gather_text(own, copies, group, task=task)[leader]))
-
-    # -- gradients -----------------------------------------------------------------------------------------------
 
     def isend_backward(self, gradients: Any) -> Handle:
         """Start sending the gradient of the oldest activation that has none yet."""
@@ -288,8 +269,6 @@ class Exchange:
         self._sent.answer()
         return receive
 
-    # -- both directions -----------------------------------------------------------------------------------------
-
     def _send(
         self,
         leaves: Microbatch,
@@ -310,11 +289,10 @@ class Exchange:
                 continue
             given = tensor.detach() if tensor.requires_grad else tensor
             view = given if given.shape == part.source_shape else given.reshape(part.source_shape)
+            dtype = one.plans.wire_dtype
             if self._is_tensor:
-                return _one(
-                    self.traffic.send(part, view, direction, dtype=one.plans.wire_dtype, peers=peers, note=note)
-                )
-            shares.append(LeafShare(part, view, one.plans.wire_dtype, wired.receivers(direction)))
+                return _one(self.traffic.send(part, view, direction, dtype=dtype, peers=peers, note=note))
+            shares.append((part, view, dtype, wired.receivers(direction)))
         return BridgeSend(self.traffic.send_shares(shares, direction, peers=peers, note=note))
 
     def _receive_whole(
@@ -343,9 +321,8 @@ class Exchange:
         first = leaves[0]
         if expected not in {None, first.shape} or (into is not None and into.dtype is not first.dtype):
             wanted = expected if into is None else f"{expected} of {into.dtype}"
-            raise ShapeError(
-                f"{self.name}: rank {self.rank} expects shape {wanted}, but {first.shape} of {first.dtype} comes"
-            )
+            found = f"{first.shape} of {first.dtype}"
+            raise ShapeError(f"{self.name}: rank {self.rank} expects shape {wanted}, but {found} comes")
         pieces = {peer: handle.result() for peer, handle in handles.items()}
         shares = {} if self._is_tensor else {peer: iter(own) for peer, own in pieces.items()}
         tensors: list[torch.Tensor] = []

@@ -14,12 +14,10 @@ from attrs import evolve, frozen
 from pipegrid.bridges.bridge.options import EdgeOptions
 from pipegrid.bridges.bridge.plans import Announcement, LeafNote, Number, PlanPair, ShapePlans, encode
 from pipegrid.bridges.bridge.receive import with_gradient
-from pipegrid.bridges.bridge.structure import Axes, Folded, Leaf, Packed, Structure, Whole, in_words, samples_of
+from pipegrid.bridges.bridge.structure import Axes, Folded, Leaf, Packed, Structure, Whole, in_words
 from pipegrid.bridges.bridge.wiring import BridgeWiring
-from pipegrid.core.edge import Direction
-from pipegrid.core.fields import Index, checked
-from pipegrid.reshard import RankPart
-from pipegrid.reshard.errors import BridgeError, ShapeError
+from pipegrid.core import Direction, Index, checked
+from pipegrid.reshard import BridgeError, RankPart, ShapeError, marked_samples
 
 _FORWARD, _BACKWARD = Direction.FORWARD, Direction.BACKWARD
 
@@ -29,10 +27,8 @@ class LeafTransfer:
     """One leaf of one microbatch: how its tensor travels, or the value that needs no message.
 
     Attributes:
-        plans: the plans of the tensor; None for a number, and where this rank has no part in it.
-        shape: of this rank's tensor, as the stage has it; None for a number.
-        value: the number.
-        dtype: of the tensor.
+        plans: of the tensor; None for a number, and where this rank has no part in it.
+        shape: of this rank's tensor, as the stage has it; None for a number, which is ``value``.
         gradient: whether a gradient returns.
     """
 
@@ -63,16 +59,9 @@ def peers_of(leaves: Microbatch, direction: Direction, *, sends: bool) -> Iterab
 
 @frozen
 class Leaves:
-    """The leaves of an edge as one rank knows them before any message: their structure, and the plans of each.
+    """The leaves of the edge ``name`` as one rank knows them before any message: their structure, the plans of each.
 
-    Attributes:
-        name: of the edge, for errors.
-        rank: this rank.
-        device: of the tensors.
-        structure: of the edge: one tensor, or a payload.
-        plans: the plans of each leaf.
-        backward: whether gradients return.
-        comm_dtype: of floating-point tensors on the wire; None is their own.
+    ``comm_dtype`` is that of floating-point tensors on the wire; None is their own.
     """
 
     name: str
@@ -120,7 +109,7 @@ class Leaves:
         if tensor.requires_grad and not (self.backward and leaf.declared.gradient):
             what = "the tensor" if is_tensor else "it"
             raise BridgeError(f"{where} was declared without gradient, but {what} requires grad; detach it")
-        samples = samples_of(value)
+        samples = value.samples if isinstance(value, Packed) else marked_samples(value)
         if samples is not None and leaf.adds_batch_axis:
             raise ShapeError(f"{where} is Packed, but {leaf.declared} has no batch axis")
         return Announcement.of(tensor, samples)
@@ -137,10 +126,9 @@ class Leaves:
 
     def outgoing(self, notes: Sequence[LeafNote]) -> Microbatch:
         """The transfers of the leaves, from the announcements of this rank."""
-        return tuple(map(self._outgoing, range(len(notes)), notes))
+        return tuple(map(self._outgoing, self.structure.leaves, self.plans, notes))
 
-    def _outgoing(self, index: int, note: LeafNote) -> LeafTransfer:
-        leaf, plans = self.structure.leaves[index], self.plans[index]
+    def _outgoing(self, leaf: Leaf, plans: ShapePlans, note: LeafNote) -> LeafTransfer:
         if isinstance(note, Number):
             return LeafTransfer(None, None, note.value, None, gradient=False)
         dtype = getattr(torch, note.dtype)
@@ -247,7 +235,7 @@ def leaves_of(
 
     Without a payload there is one, the ``tensor``; None is a tensor with the axes of the wiring.
     """
-    structure = options.structure or Structure.of_tensor(tensor or Axes(*wiring.axes))
+    structure = options.structure or Structure(tensor or Axes(*wiring.axes), is_tensor=True)
     plans = [
         ShapePlans(
             name if structure.is_tensor else f"{name}, payload{leaf.path}",

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, TypedDict
+from typing import Any, TypedDict, cast
 
 from attrs import field, frozen
 
 from pipegrid.bridges.bridge.structure import Declared, Structure
 from pipegrid.core.fields import Index, checked, checked_fields, shown
-from pipegrid.reshard import AUTO_LEADER_BYTES, Links, Placement, Strategy, as_axis_of, axis_names
-from pipegrid.reshard.errors import BridgeError
-from pipegrid.reshard.links import Choice
+from pipegrid.reshard import AUTO_LEADER_BYTES, BridgeError, Choice, Links, Placement, Strategy, as_axis_of, axis_names
 
 
 def _as_lanes(value: Any) -> tuple[int, ...] | None:
-    lanes: tuple[int, ...] | None = checked(value, tuple[Index, ...] | None, "lanes", BridgeError)
-    return lanes
+    return cast("tuple[int, ...] | None", checked(value, tuple[Index, ...] | None, "lanes", BridgeError))
 
 
 def _as_shape(value: Any) -> tuple[int | None, ...] | None:
-    shape: tuple[int | None, ...] | None = checked(value, tuple[int | None, ...] | None, "shape", BridgeError)
-    return shape
+    return cast("tuple[int | None, ...] | None", checked(value, tuple[int | None, ...] | None, "shape", BridgeError))
 
 
 @frozen(kw_only=True, field_transformer=checked_fields(BridgeError))
@@ -73,9 +69,7 @@ class EdgeOptions:
         if self.payload is not None:
             self.structure  # noqa: B018 -- raises what the payload cannot be
         if self.comm_dtype is not None and not getattr(self.comm_dtype, "is_floating_point", False):
-            raise BridgeError(
-                f"comm_dtype is {shown(self.comm_dtype)}; it must be a floating-point torch.dtype, or None"
-            )
+            raise BridgeError(f"comm_dtype is {shown(self.comm_dtype)}; it must be a floating-point torch.dtype")
         if self.tensor_ndim is not None:
             axis_names(self.tensor_ndim)
         if self.dim_mapping is not None:
@@ -96,9 +90,7 @@ class EdgeOptions:
         if self.payload is None:
             return None
         if self.strategy != "direct" or self.shape is not None:
-            raise BridgeError(
-                f"an edge with payload= has strategy 'direct' and no shape, not {self.strategy!r} and {self.shape}"
-            )
+            raise BridgeError(f"payload= has strategy 'direct' and no shape, not {self.strategy!r} and {self.shape}")
         return Structure(self.payload)
 
 

@@ -113,9 +113,8 @@ def cuts_by_lane(rows: int, lanes: int, parts: int) -> tuple[int, ...]:
 def sizes_of(src: Side, axes: AxisNames, lanes: Mapping[int, LaneSize]) -> Sizes:
     """The sizes that a rank plans with, from the lanes that it knows; other lanes do not change its own part.
 
-    Raises:
-        ShapeError: the replicas differ in an axis other than the batch, or some are packed and some are not, or a
-            replica's samples are not a multiple of its ``lane_weights``.
+    `ShapeError`: the replicas differ in an axis other than the batch, or some are packed and some are not, or a
+    replica's samples are not a multiple of its ``lane_weights``.
     """
     first, some = next(iter(lanes.items()))
     weights = src.lane_weights or (1,) * src.num_lanes
@@ -143,14 +142,7 @@ def sizes_of(src: Side, axes: AxisNames, lanes: Mapping[int, LaneSize]) -> Sizes
 
 @frozen(slots=False, eq=False)
 class PlanPair:
-    """The reshard plans of one microbatch, forward and backward, as one rank knows them.
-
-    Attributes:
-        plan: makes the plan of a direction.
-        dtype: of the tensor.
-        wire_dtype: of its messages.
-        rank: the one that knows them.
-    """
+    """The reshard plans of one microbatch of this dtype, as ``rank`` knows them; ``plan`` makes that of a direction."""
 
     plan: Callable[..., ReshardPlan]
     dtype: torch.dtype
@@ -173,10 +165,9 @@ _Key = tuple[tuple[int, Announcement], ...]
 
 @define(eq=False)
 class ShapePlans:
-    """The plans of the edge ``name``, by announced shapes.
+    """The plans of the edge ``name`` for the rank of ``wiring``, by announced shapes.
 
     Attributes:
-        wiring: the sides and axes of the edge, and the rank whose part is planned.
         comm_dtype: dtype on the wire; None is the tensor's own.
         variable: whether shapes may change from message to message.
         shape: the whole tensor's extents that the edge declares; None is any.
@@ -195,11 +186,12 @@ class ShapePlans:
         if self.shape is not None and len(self.shape) != len(self.wiring.axes):
             raise ShapeError(f"{self.name} declares shape {self.shape}, but tensor_ndim={len(self.wiring.axes)}")
 
-    def check(self, announced: Announcement) -> None:
-        """Raise unless a source rank may send this.
+    def own_plans(self, announced: Announcement) -> PlanPair:
+        """The plans for what this source rank announces.
 
         Raises:
-            ShapeError: the shape is not the declared one, or partial sums are of a dtype that is not added up.
+            ShapeError: the shape is not the declared one, or no part of it; samples that do not fit the shape; or
+                partial sums are of a dtype that is not added up.
             BridgeError: fixed shapes, and replicas of this size give a destination replica other samples than its own.
         """
         src, dst, axes, rank = self.wiring.src, self.wiring.dst, self.wiring.axes, self.wiring.rank
@@ -212,10 +204,8 @@ class ShapePlans:
         if announced.samples is None and weights[lane]:
             rows, lanes, parts = announced.shape[batch], src.num_lanes, dst.num_lanes
             whole[batch] = rows * sum(weights) // weights[lane]
-            declares = src.lane_weights or dst.lane_weights
-            if not (self.variable or declares) and cuts_by_lane(rows, lanes, parts) != replica_bounds(
-                lanes * rows, parts
-            ):
+            fixed = not (self.variable or src.lane_weights or dst.lane_weights)
+            if fixed and cuts_by_lane(rows, lanes, parts) != replica_bounds(lanes * rows, parts):
                 taken = replica_sizes(lanes * rows, parts)
                 raise BridgeError(
                     f"{self.name}: a batch of {lanes * rows} gives replicas of {taken}, some from two source replicas; "
@@ -227,29 +217,16 @@ class ShapePlans:
                     f"{self.name}: rank {rank} sends shape {announced.shape}, which is {extent} on axis {axis} "
                     f"over all ranks; the edge declares {self.shape}"
                 )
-
-    def plans(self, announced: Mapping[int, Announcement]) -> PlanPair:
-        """Plans for what some source ranks have announced: all that this rank needs to know.
-
-        Raises:
-            ShapeError: ranks of one replica differ, replicas differ in more than the batch, or dtypes differ.
-        """
-        return self._cached(tuple(sorted(announced.items())))
-
-    def own_plans(self, announced: Announcement) -> PlanPair:
-        """The plans for what this source rank announces.
-
-        Raises:
-            ShapeError: as `check`, or samples that do not fit the shape.
-            BridgeError: as `check`.
-        """
-        self.check(announced)
-        plans = self.plans({self.wiring.rank: announced})
+        plans = self.plans({rank: announced})
         if plans.forward_part.source_shape != announced.shape:
             raise ShapeError(
-                f"{self.name}: {announced} of rank {plans.rank} is no part, which is {plans.forward_part.source_shape}"
+                f"{self.name}: {announced} of rank {rank} is no part, which is {plans.forward_part.source_shape}"
             )
         return plans
+
+    def plans(self, announced: Mapping[int, Announcement]) -> PlanPair:
+        """Plans for what some source ranks have announced; `ShapeError` where they differ in more than the batch."""
+        return self._cached(tuple(sorted(announced.items())))
 
     def _planned(self, announced: _Key) -> PlanPair:
         src, dst, axes = self.wiring.src, self.wiring.dst, self.wiring.axes

@@ -38,13 +38,7 @@ PostedReceives: TypeAlias = Mapping[int, ReceiveHandle]
 
 @frozen
 class Filled:
-    """A microbatch whose messages are in their places.
-
-    Attributes:
-        tensors: with the messages.
-        completing: the completions that fill the rest of them.
-        build: makes the result of the receive, once the completions have ended.
-    """
+    """A microbatch: ``tensors`` with its messages, completions of the rest, and what then builds the result."""
 
     tensors: Sequence[torch.Tensor]
     completing: Sequence[Completing]
@@ -64,11 +58,7 @@ def _no_limit() -> float | None:
 
 
 class BridgeSend:
-    """A send over several lanes. `wait` may be called any number of times.
-
-    Attributes:
-        handles: one per lane.
-    """
+    """A send over several lanes, with a handle for each. `wait` may be called any number of times."""
 
     __slots__ = ("handles",)
 
@@ -106,7 +96,6 @@ class ReceiveQueue:
         copies: the ranks that complete each other; empty where there is nothing to complete.
         unasked: receives are filled without a wait.
         stream: of the filling, beside the stream that computes; None is the current one.
-        waiting: receives that are not filled.
     """
 
     device: torch.device
@@ -118,11 +107,7 @@ class ReceiveQueue:
     lock: threading.RLock = Factory(threading.RLock)
 
     def fill_arrived(self, *, asked: bool) -> None:
-        """Fill the receives whose messages have arrived, up to the first that lacks one.
-
-        Args:
-            asked: the caller waits for the first one, so filling it may block.
-        """
+        """Fill receives whose messages have arrived, up to the first that lacks one; if ``asked``, this may block."""
         with self.lock:
             while self.waiting and self.waiting[0].has_arrived(asked=asked):
                 self.waiting.popleft().fill()
@@ -134,25 +119,6 @@ class ReceiveQueue:
         with self.lock:
             while self.waiting and self.waiting[0].is_posted():
                 self.waiting.popleft().fill_in_order()
-
-    def post_waiting(self) -> None:
-        """Post the receives that were held back until sizes are known."""
-        with self.lock:
-            for later in self.waiting:
-                if not later.post():
-                    break
-
-    def finish(self, completing: Sequence[Completing], seconds: float | None) -> None:
-        """Wait for completions and write their data.
-
-        Raises:
-            CollectiveFailedError: a copy died or did not join before the deadline, or the communicator was ended.
-        """
-        end = time.monotonic() + (self.waits.deadline if seconds is None else seconds)
-        for step in completing:
-            self.waits.wait(step.work, self.copies, step.group, end=end)
-            with torch.no_grad():
-                step.write()
 
 
 class WholeReceive:
@@ -190,7 +156,6 @@ class BridgeReceive:
     stream and use the tensor on another.
 
     Args:
-        queue: of the edge and direction.
         post: posts the receives on the lanes, by peer; None where the lanes to use are not known yet.
         fill: puts the messages that have arrived in their places.
         into: the tensor to receive into, where it is known; see ``value``.
@@ -265,18 +230,14 @@ class BridgeReceive:
             self._missing -= 1
             self._queue.fill_arrived(asked=False)
 
-    # -- what callers see -----------------------------------------------------------------------------------
-
     def wait(self, timeout: float | None = None) -> None:
         """Return when the tensor is whole (on CUDA: when the current stream is ordered after it).
 
         May be called any number of times, from any thread. ``timeout`` is in seconds, for lanes and completion
         together; None is the deadline, and a second more for a completion whose messages arrived at its very end.
 
-        Raises:
-            P2PError: as of the lanes.
-            ShapeError: the messages are not what was expected.
-            CollectiveFailedError: the copies did not complete each other.
+        `P2PError`: as of the lanes. `ShapeError`: the messages are not what was expected. `CollectiveFailedError`: the
+        copies did not complete each other.
         """
         if self._done:
             return
@@ -326,8 +287,6 @@ class BridgeReceive:
             self._ask_first(_no_limit)
         if self._error is not None:
             raise self._error
-
-    # -- filling --------------------------------------------------------------------------------------------
 
     def fill_posted(self) -> None:
         """Fill this receive and those before it on a device, as far as the backend has their messages."""
@@ -385,26 +344,25 @@ class BridgeReceive:
                 if not has_streams(queue.device):
                     self._filled = self._fill(handles)
                 else:
-                    self._fill_on_stream(handles)
+                    with working_on(queue.stream):
+                        follow(self._allocated, queue.device)
+                        self._filled = self._fill(handles)
+                        used_here(self._filled.tensors, queue.stream)
+                        self._marks, self._filled_on = mark(queue.device), current_stream(queue.device)
         except Exception as error:  # noqa: BLE001 -- this may be a lane's thread: the thread that waits raises it
             self._error = error
         finally:
             self._drop_messages()
-            if queue.waiting:
-                queue.post_waiting()
+            if queue.waiting:  # receives that were held back until sizes are known
+                with queue.lock:
+                    for later in queue.waiting:
+                        if not later.post():
+                            break
 
     def _drop_messages(self) -> None:
         """Drop references that would keep this receive, and its tensor, until the next garbage collection."""
         self._handles, self._is_filled = {}, True
         del self._post, self._fill, self._blocks
-
-    def _fill_on_stream(self, handles: PostedReceives) -> None:
-        queue = self._queue
-        with working_on(queue.stream):
-            follow(self._allocated, queue.device)
-            self._filled = self._fill(handles)
-            used_here(self._filled.tensors, queue.stream)
-            self._marks, self._filled_on = mark(queue.device), current_stream(queue.device)
 
     def _finish(self, left: Callable[[], float | None]) -> None:
         if self._error is not None:
@@ -413,7 +371,12 @@ class BridgeReceive:
         assert filled is not None
         follow(self._marks, queue.device)
         if filled.completing:
-            queue.finish(filled.completing, left())
+            seconds = left()
+            end = time.monotonic() + (queue.waits.deadline if seconds is None else seconds)
+            for step in filled.completing:
+                queue.waits.wait(step.work, queue.copies, step.group, end=end)
+                with torch.no_grad():
+                    step.write()
             used_here([tensor for step in filled.completing for tensor in step.memory], self._filled_on)
         used_here(filled.tensors, self._filled_on)
         self.value = filled.build()

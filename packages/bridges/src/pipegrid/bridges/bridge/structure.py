@@ -20,8 +20,7 @@ from typing import Any, TypeAlias
 from attrs import evolve, field, frozen
 
 from pipegrid.core.fields import Index, checked_fields, shown
-from pipegrid.reshard import BATCH, AxisNames, Partial, Shard, Side, as_axes, marked_samples
-from pipegrid.reshard.errors import BridgeError, ShapeError
+from pipegrid.reshard import BATCH, AxisNames, BridgeError, Partial, ShapeError, Shard, Side, as_axes
 from pipegrid.transport.messages.trees import Tree, describe, flatten, places, select, unflatten
 
 Declared: TypeAlias = Any
@@ -91,7 +90,6 @@ class Folded:
     It is what the boundaries of the variable-TP pipeline carry, and no part of a payload.
 
     Attributes:
-        edge: for errors.
         axis: the one that may be cut.
         parts: the name of each side, source first, and in how many parts its ranks hold the axis.
     """
@@ -156,19 +154,9 @@ class Packed:
     samples: tuple[Index, ...]
 
 
-def samples_of(value: Any) -> tuple[int, ...] | None:
-    """The rows of each sample of a `Packed` tensor, or of one that is marked with them (`marked_samples`)."""
-    return value.samples if isinstance(value, Packed) else marked_samples(value)
-
-
 @frozen
 class Leaf:
-    """A leaf of a declaration.
-
-    Attributes:
-        path: to the leaf, as Python writes it: ``['deepstack'][0]``.
-        declared: its declaration.
-    """
+    """A leaf of a declaration; ``path`` leads to it, as Python writes it: ``['deepstack'][0]``."""
 
     path: str
     declared: Axes | Whole | Folded
@@ -213,15 +201,11 @@ class Leaf:
         def cuts_another(placement: object) -> bool:
             return isinstance(placement, Shard) and placement.axis not in named
 
-        source, destination = (
-            tuple(dim for dim in src.dims if not cuts_another(dim.placement)),
-            tuple(evolve(dim, placement=Partial()) if cuts_another(dim.placement) else dim for dim in dst.dims),
-        )
-        weights = (src.lane_weights, dst.lane_weights) if BATCH in named else (None, None)
-        return (
-            evolve(src, dims=source, lane_weights=weights[0]),
-            evolve(dst, dims=destination, lane_weights=weights[1]),
-        )
+        given = tuple(dim for dim in src.dims if not cuts_another(dim.placement))
+        taken = tuple(evolve(dim, placement=Partial()) if cuts_another(dim.placement) else dim for dim in dst.dims)
+        if BATCH not in named:
+            src, dst = evolve(src, lane_weights=None), evolve(dst, lane_weights=None)
+        return evolve(src, dims=given), evolve(dst, dims=taken)
 
 
 class Structure:
@@ -229,32 +213,22 @@ class Structure:
 
     Attributes:
         leaves: in the order in which they travel.
-        is_tensor: whether it is one tensor, which is sent as it is; see `of_tensor`.
+        is_tensor: whether it is one tensor, which is sent as it is.
 
     Raises:
         BridgeError: a part of the declaration is of another kind, or it has no leaves.
     """
 
-    is_tensor = False
-
-    def __init__(self, declared: Declared) -> None:
+    def __init__(self, declared: Declared, *, is_tensor: bool = False) -> None:
+        self.is_tensor = is_tensor
         found, self._tree = flatten(declared, exact=False)
         paths = [path for path, leaf in places(self._tree) if leaf is not None]
         for path, leaf in zip(paths, found, strict=True):
             if not isinstance(leaf, (Axes, Whole, Folded)):
-                raise BridgeError(
-                    f"payload{path} is {shown(leaf)}; declare Axes, Whole, None, or a dict or list of these"
-                )
+                raise BridgeError(f"payload{path} is {shown(leaf)}; declare Axes, Whole, None, a dict or list of these")
         self.leaves = tuple(map(Leaf, paths, found))
         if not self.leaves:
             raise BridgeError(f"payload is {shown(declared)}, without a tensor; declare at least one Axes() or Whole()")
-
-    @classmethod
-    def of_tensor(cls, declared: Axes | Folded) -> Structure:
-        """The structure of an edge that carries one tensor."""
-        structure = cls(declared)
-        structure.is_tensor = True
-        return structure
 
     def __str__(self) -> str:
         return describe(self._tree, self.leaves)
@@ -262,8 +236,7 @@ class Structure:
     def values(self, payload: Any, *, name: str) -> list[Any]:
         """The value at each leaf of ``payload``, in the order of `leaves`.
 
-        Raises:
-            ShapeError: a leaf that is missing or was not declared, or another kind of container.
+        `ShapeError`: a leaf that is missing or was not declared, or another kind of container.
         """
 
         def mismatch(path: str, tree: Tree, value: Any) -> ShapeError:

@@ -8,53 +8,33 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
-from attrs import frozen
 
 from pipegrid.bridges.bridge.receive import BridgeReceive, Filled, PostedReceives, ReceiveQueue, WholeReceive
 from pipegrid.bridges.bridge.wiring import BridgeWiring
 from pipegrid.bridges.collectives import CollectiveWaits, close_groups
 from pipegrid.bridges.steps import Completing, pack, require_summed, start_sum, unpack
-from pipegrid.core.edge import Direction
-from pipegrid.core.lanes import LaneSpec
-from pipegrid.reshard import RankPart
-from pipegrid.reshard.errors import BridgeError, ShapeError
+from pipegrid.core import Direction, LaneSpec
+from pipegrid.reshard import BridgeError, RankPart, ShapeError
 from pipegrid.topology import GroupSpec
-from pipegrid.transport.config import P2PConfig
-from pipegrid.transport.control.lanes import Lanes
-from pipegrid.transport.lane.lane import Lane
+from pipegrid.transport import Lane, Lanes, P2PConfig
 from pipegrid.transport.messages.handle import Transfer
 
 _FORWARD = Direction.FORWARD
 
 
-@frozen
-class LeafShare:
-    """The share of this rank in one leaf of a message.
-
-    Attributes:
-        part: the rank's in the plan.
-        tensor: of shape ``part.source_shape``.
-        dtype: on the wire.
-        receivers: the ranks whose message has a piece of it, be it one without elements.
-    """
-
-    part: RankPart
-    tensor: torch.Tensor
-    dtype: torch.dtype
-    receivers: Sequence[int]
+LeafShare: TypeAlias = tuple[RankPart, torch.Tensor, torch.dtype, Sequence[int]]
+"""A rank's share in one leaf of a message: its part in the plan, a tensor of shape ``part.source_shape``, its dtype on
+the wire, and the ranks whose message has a piece of it, be it one without elements."""
 
 
 class EdgeTraffic:
     """Sends and receives along the edge ``name``, both directions.
 
-    Attributes:
-        wiring: its lanes and groups.
-        waits: for its completions; ended with its communicator.
-        device: of the tensors.
-        lanes: this rank's of the edge among them; None before `attach`.
+    ``waits`` is for its completions; ``lanes`` has this rank's of the edge, and is None before `attach`.
     """
 
     def __init__(
@@ -76,11 +56,7 @@ class EdgeTraffic:
             copies = wiring.copies(direction)
             alone = len(copies) < 2
             self.queues[direction] = ReceiveQueue(
-                device,
-                self.waits,
-                copies=() if alone else copies,
-                unasked=not alone and holds_host,
-                stream=stream,
+                device, self.waits, copies=() if alone else copies, unasked=not alone and holds_host, stream=stream
             )
         self.lanes: Lanes | None = None
         self._together: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -89,11 +65,7 @@ class EdgeTraffic:
         self.groups: Mapping[GroupSpec, dist.ProcessGroup] = {}
 
     def attach(self, lanes: Lanes) -> None:
-        """Use lanes that are open already, this rank's of the edge among them.
-
-        Raises:
-            BridgeError: one of this rank's is not among them.
-        """
+        """Use lanes that are open already; `BridgeError` unless all of this rank's of the edge are among them."""
         wiring, rank = self.wiring, self.wiring.rank
         if missing := [str(spec) for spec in wiring.lane_specs if spec not in lanes]:
             raise BridgeError(f"{self.name}: lanes {missing} of rank {rank} are not among those given; open them, too")
@@ -160,12 +132,12 @@ class EdgeTraffic:
     ) -> list[Transfer]:
         """Start sending each rank of ``peers`` its pieces of all shares, as one list; one handle per message."""
         lanes = self._to[direction]
-        tensors = [(share, self._summed(share.part, share.tensor, direction)) for share in shares]
+        tensors = [self._summed(part, tensor, direction) for part, tensor, _, _ in shares]
         messages = {
             peer: [
-                pack(tensor, share.part.sends.get(peer, ()), share.dtype)
-                for share, tensor in tensors
-                if peer in share.receivers
+                pack(tensor, part.sends.get(peer, ()), dtype)
+                for tensor, (part, _, dtype, receivers) in zip(tensors, shares, strict=True)
+                if peer in receivers
             ]
             for peer in (lanes if peers is None else peers)
         }
@@ -178,8 +150,7 @@ class EdgeTraffic:
         A sum of tensors of unlike sizes ends the process over gloo, and never ends over NCCL. The host waits for the
         others' announcements.
 
-        Raises:
-            ShapeError: on each of these ranks, they announce something else.
+        `ShapeError` on each of these ranks: they announce something else.
         """
         for ranks in self.wiring.reductions:
             group = self.groups[self.wiring.reduction_group(ranks, _FORWARD)]

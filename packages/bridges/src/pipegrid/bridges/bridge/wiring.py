@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TypeAlias
 
 from attrs import evolve, frozen
 
-from pipegrid.bridges.bridge.options import EdgeOptions
 from pipegrid.bridges.bridge.structure import Structure
-from pipegrid.core.edge import Direction, Edge
-from pipegrid.core.lanes import LaneSpec
+from pipegrid.core import Direction, Edge, LaneSpec
 from pipegrid.reshard import AxisNames, End, GridLike, Placement, Route, Side, Strategy, boundary_side, routes
 from pipegrid.reshard.errors import BridgeError
 from pipegrid.topology import GroupSpec, replica_sizes
@@ -22,16 +20,9 @@ Traffic: TypeAlias = frozenset[tuple[Edge, Direction]]
 
 @frozen(slots=False)
 class BridgeWiring:
-    """The lanes and groups of ``rank`` on an edge from ``src`` to ``dst``.
+    """The lanes and groups of ``rank`` on an edge from ``src`` to ``dst``, of a tensor with these names of ``axes``.
 
-    Attributes:
-        label: of the edge; part of the names of its lanes and groups.
-        src: the side that makes the activation.
-        dst: the side that consumes it.
-        axes: names of the tensor's axes.
-        strategy: see `plan_reshard`.
-        directions: in which something travels.
-        rank: the rank that has the lanes and groups.
+    ``label`` is part of the names of its lanes and groups; ``directions`` are those in which something travels.
     """
 
     label: str
@@ -50,17 +41,8 @@ class BridgeWiring:
     @cached_property
     def routes(self) -> dict[Direction, tuple[Route, ...]]:
         """The pairs (sending rank, receiving rank) of which this rank is one, ascending, by direction."""
-        return {
-            direction: routes(
-                self.src,
-                self.dst,
-                self.axes,
-                backward=direction is Direction.BACKWARD,
-                strategy=self.strategy,
-                rank=self.rank,
-            )
-            for direction in self.directions
-        }
+        found = partial(routes, self.src, self.dst, self.axes, strategy=self.strategy, rank=self.rank)
+        return {way: found(backward=way is Direction.BACKWARD) for way in self.directions}
 
     def receivers(self, direction: Direction) -> tuple[int, ...]:
         """The ranks that may receive a part of this rank's tensor in that direction, ascending."""
@@ -77,9 +59,7 @@ class BridgeWiring:
     @property
     def lane_specs(self) -> tuple[LaneSpec, ...]:
         """The lanes of this rank."""
-        return tuple(
-            self.lane_spec(*route, direction) for direction in self.directions for route in self.routes[direction]
-        )
+        return tuple(self.lane_spec(*route, way) for way in self.directions for route in self.routes[way])
 
     @property
     def declaration(self) -> str:
@@ -170,21 +150,6 @@ class PayloadWiring(BridgeWiring):
         return tuple(sorted({rank for leaf in self.leaves for rank in leaf.copies(direction)}))
 
 
-def wiring_of(
-    label: str,
-    sides: tuple[Side, Side],
-    axes: AxisNames,
-    options: EdgeOptions,
-    directions: tuple[Direction, ...],
-    rank: int,
-) -> BridgeWiring:
-    """The wiring of an edge with these options; ``axes`` are those of its one tensor."""
-    structure = options.structure
-    if structure is None:
-        return BridgeWiring(label, *sides, axes, options.strategy, directions, rank)
-    return PayloadWiring(label, *sides, structure.leaves[0].axes, options.strategy, directions, rank, structure)
-
-
 def boundary_sides(
     grids: tuple[GridLike, GridLike],
     *,
@@ -196,10 +161,8 @@ def boundary_sides(
 ) -> tuple[Side, Side]:
     """The sides of an edge, source first; see `boundary_side`.
 
-    Where the source alone declares its replicas, those of the destination are `replica_sizes`.
-
-    Raises:
-        BridgeError: the two sides declare different numbers of samples, or a replica of the destination has none.
+    Where the source alone declares its replicas, those of the destination are `replica_sizes`. `BridgeError`: the two
+    sides declare different numbers of samples, or a replica of the destination has none.
     """
     ends: tuple[End, End] = ("source", "destination")
     src, dst = (
@@ -229,17 +192,10 @@ def directions_of(edge: Edge, *, backward: bool, traffic: Traffic | None) -> tup
 
 
 def checked_traffic(traffic: Iterable[tuple[Edge, Direction]] | None, edges: Iterable[Edge]) -> Traffic | None:
-    """The edges and directions that a plan uses, as a set.
-
-    Raises:
-        BridgeError: an edge that is not among ``edges``.
-    """
+    """The edges and directions that a plan uses, as a set; `BridgeError` where an edge is not among ``edges``."""
     if traffic is None:
         return None
     found, known = frozenset(traffic), sorted(edges)
-    unknown = sorted({edge for edge, _ in found} - set(known))
-    if unknown:
-        raise BridgeError(
-            f"traffic has edges {', '.join(map(str, unknown))}; the stages are joined by {', '.join(map(str, known))}"
-        )
+    if unknown := ", ".join(map(str, sorted({edge for edge, _ in found} - set(known)))):
+        raise BridgeError(f"traffic has edges {unknown}; the stages are joined by {', '.join(map(str, known))}")
     return found

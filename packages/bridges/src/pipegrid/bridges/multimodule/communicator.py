@@ -9,31 +9,19 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 
-from pipegrid.bridges.bridge import (
-    BridgeCommunicator,
-    EdgeCommunicator,
-    EdgeOptions,
-    Traffic,
-    directions_of,
-    lane_config,
-)
-from pipegrid.bridges.multimodule.dict_api import DictExchange, Tensors, exchanged
+from pipegrid.bridges.bridge.communicator import BridgeCommunicator, lane_config
+from pipegrid.bridges.bridge.edge_communicator import EdgeCommunicator
+from pipegrid.bridges.bridge.options import EdgeOptions
+from pipegrid.bridges.bridge.wiring import Traffic, directions_of
+from pipegrid.bridges.multimodule.dict_api import DictExchange, Tensors, added
 from pipegrid.bridges.multimodule.edges import Ends
 from pipegrid.bridges.multimodule.pipeline import ModulePipeline
-from pipegrid.bridges.multimodule.rank_modules import ModuleChain, RankModuleInfo
-from pipegrid.bridges.multimodule.replicas import ModuleReplicas
+from pipegrid.bridges.multimodule.rank_modules import ModuleChain, ModuleReplicas, RankModuleInfo
 from pipegrid.core.edge import Direction, Edge
-from pipegrid.reshard import (
-    GridLike,
-    Placement,
-    as_grid,
-)
-from pipegrid.reshard.errors import BridgeError
-from pipegrid.reshard.positions import edge_between
+from pipegrid.reshard import BridgeError, GridLike, Placement, as_grid, edge_between
+from pipegrid.transport import Handle, JobTopology, ReceiveHandle
 from pipegrid.transport.config import as_config
 from pipegrid.transport.control.opening import open_lanes, resolve_device
-from pipegrid.transport.job import JobTopology
-from pipegrid.transport.protocol import Handle, ReceiveHandle
 
 _FORWARD = Direction.FORWARD
 _Send: TypeAlias = Callable[[], list[Handle]]
@@ -116,15 +104,14 @@ class MultiModulePipelineCommunicator(ModulePipeline, EdgeCommunicator):
             skips=skips,
         )
         self._replica, self._replicas = self._edges.replica_of(self.rank, wanted=replicas)
-        backend = backend or self._backend_of_grids()
+        named = {getattr(grid, "backend", None) for grid in self.module_to_grid_map.values()} - {None}
+        backend = backend or (named.pop() if len(named) == 1 else None)
         self._backend, self.device = resolve_device(backend, device, staged=self.config.staged)
         self.bridge_comms = list[BridgeCommunicator]()
         self._build_bridge_comms()
         self._chains = {name: self._chain(name) for name in self.places}
         self.rank_module_map = {name: self._rank_module(name) for name in self.places}
         self._open()
-
-    # -- construction -----------------------------------------------------------------------------------
 
     def _build_bridge_comms(self) -> None:
         """A bridge per edge, in the order of the graph, on the ranks of its two grids."""
@@ -156,7 +143,8 @@ class MultiModulePipelineCommunicator(ModulePipeline, EdgeCommunicator):
     def _chain(self, name: str) -> ModuleChain:
         grid, placement, first = self.module_to_grid_map[name], self.stage_placement[name], self.graph.stage(name, 0)
         inside, backward = self.graph.edges_inside(name), self._has_backward[name]
-        ways = {edge: self._edges.directions(edge, backward=backward) for edge in inside}
+        traffic = self._edges.traffic
+        ways = {edge: directions_of(edge, backward=backward, traffic=traffic) for edge in inside}
         return ModuleChain(name, grid, placement, self.rank, first=first, directions=ways)
 
     def _rank_module(self, name: str) -> RankModuleInfo:
@@ -218,6 +206,8 @@ class MultiModulePipelineCommunicator(ModulePipeline, EdgeCommunicator):
     @cached_property
     def job(self) -> JobTopology:
         """The graph of modules with its positions, and this rank's stages."""
+        grids = self.module_to_grid_map.items()
+        dims = {name: dict(zip(grid.dim_names, grid.shape, strict=True)) for name, grid in grids}
         return JobTopology(
             total_stages=self.total_stages,
             current_stage=self.current_stage,
@@ -228,15 +218,10 @@ class MultiModulePipelineCommunicator(ModulePipeline, EdgeCommunicator):
             forward_edges=self.forward_edges,
             payload_edges=self.payload_edges,
             frozen_modules=self.frozen_modules,
-            dims={
-                name: dict(zip(grid.dim_names, grid.shape, strict=True))
-                for name, grid in self.module_to_grid_map.items()
-            },
+            dims=dims,
             lanes=self.config.communicators,
             replica=self._replica,
         )
-
-    # -- the asynchronous form --------------------------------------------------------------------------
 
     def _no_way(self, edge: Edge, direction: Direction, *, sends: bool) -> BridgeError:
         self._require_alive()
@@ -270,8 +255,6 @@ class MultiModulePipelineCommunicator(ModulePipeline, EdgeCommunicator):
         super().close()
         for bridge in self.bridge_comms:
             bridge.destroy()
-
-    # -- the blocking verbs, over dicts by module -------------------------------------------------------------
 
     def recv_forward(self, tensor_shape: Any = None, is_first_stage: bool = False) -> Tensors:
         """The next activations of this rank's modules, by name; no entry for a module that nothing feeds here.
@@ -319,12 +302,25 @@ class MultiModulePipelineCommunicator(ModulePipeline, EdgeCommunicator):
     def _exchange(
         self, send: _Send | None = None, receive: _Receive | None = None, *, first: bool = False, last: bool = False
     ) -> Tensors:
-        """Run `exchanged` on this rank; `BridgeError` if ``first`` or ``last`` is claimed without such a stage."""
+        """The payloads that come, by name, with all posted before any is waited for; several gradients are summed.
+
+        `BridgeError` if ``first`` or ``last`` is claimed without such a stage.
+        """
         self._require_alive()
         for claimed, held, what in ((first, self.is_pp_first_stage, "first"), (last, self.is_pp_last_stage, "last")):
             if claimed and not held:
                 raise BridgeError(f"is_{what}_stage=True on rank {self.rank}, which holds no {what} stage")
-        return exchanged(self.lanes, send, receive)
+        # In the order of calls both sides of an exchange would send first; sends alone keep the order of modules.
+        with self.lanes.batch(by_lane=send is not None and receive is not None):
+            sending = [] if send is None else send()
+            receiving = {} if receive is None else receive()
+        received: Tensors = {}
+        for name, handles in receiving.items():
+            parts = [handle.result() for handle in handles]
+            received[name] = added(parts) if len(parts) > 1 else parts[0]
+        for handle in sending:
+            handle.wait()
+        return received
 
     @cached_property
     def _dicts(self) -> DictExchange:

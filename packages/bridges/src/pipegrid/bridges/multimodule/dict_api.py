@@ -10,12 +10,11 @@ from attrs import frozen
 
 from pipegrid.bridges.bridge.structure import in_words
 from pipegrid.bridges.errors import MissingTensorError
-from pipegrid.bridges.multimodule.edges import ModuleEnds
+from pipegrid.bridges.multimodule.edges import EdgesThere
 from pipegrid.core.edge import Direction, Edge
 from pipegrid.reshard.errors import ShapeError
-from pipegrid.transport.control.lanes import Lanes
+from pipegrid.transport import Handle, ReceiveHandle
 from pipegrid.transport.messages.trees import mapped
-from pipegrid.transport.protocol import Handle, ReceiveHandle
 
 Tensors: TypeAlias = dict[str, Any]
 
@@ -25,15 +24,14 @@ class DictExchange:
     """The sends and receives of all modules on ``rank``, for dicts by module.
 
     Attributes:
-        rank: this one.
-        ends: the edges of each of its modules, in the order of the graph.
+        ends: per module, in the order of the graph, the edges that feed its stage and those that it feeds, each with
+            the module at its other end.
         with_backward: the edges of the job along which gradients return.
-        isend: of the communicator, by edge and direction.
-        irecv: of the communicator.
+        isend, irecv: of the communicator, by edge and direction.
     """
 
     rank: int
-    ends: dict[str, ModuleEnds]
+    ends: dict[str, tuple[EdgesThere, EdgesThere]]
     with_backward: Collection[Edge]
     isend: Callable[..., Handle]
     irecv: Callable[..., ReceiveHandle]
@@ -41,8 +39,8 @@ class DictExchange:
     def receive_forward(self, shapes: Any) -> dict[str, list[ReceiveHandle]]:
         """Start receiving the inputs of this rank's modules, by source module."""
         found: dict[str, list[ReceiveHandle]] = {}
-        for name, ends in self.ends.items():
-            for edge, source in ends.incoming:
+        for name, (incoming, _) in self.ends.items():
+            for edge, source in incoming:
                 expected = _shape(shapes, source, inside=source == name)
                 found[source] = [self.irecv(edge=edge, direction=Direction.FORWARD, shapes=expected)]
         return found
@@ -50,8 +48,8 @@ class DictExchange:
     def receive_backward(self, shapes: Any) -> dict[str, list[ReceiveHandle]]:
         """Start receiving the gradients of the outputs of this rank's modules, one for each destination."""
         found: dict[str, list[ReceiveHandle]] = {}
-        for name, ends in reversed(self.ends.items()):
-            for edge, destination in ends.outgoing:
+        for name, (_, outgoing) in reversed(self.ends.items()):
+            for edge, destination in outgoing:
                 if edge in self.with_backward:
                     expected = _shape(shapes, name, inside=destination == name)
                     handle = self.irecv(edge=edge, direction=Direction.BACKWARD, shapes=expected)
@@ -60,16 +58,16 @@ class DictExchange:
 
     def send_forward(self, outputs: Tensors) -> list[Handle]:
         """Start sending every module's output to all modules that it feeds."""
-        self._check_entries(outputs, {name for name, ends in self.ends.items() if ends.outgoing}, set(self.ends))
+        self._check_entries(outputs, {name for name, (_, outgoing) in self.ends.items() if outgoing}, set(self.ends))
         return [
             self.isend(outputs[name], edge=edge, direction=Direction.FORWARD)
-            for name, ends in self.ends.items()
-            for edge, _ in ends.outgoing
+            for name, (_, outgoing) in self.ends.items()
+            for edge, _ in outgoing
         ]
 
     def send_backward(self, grads: Tensors) -> list[Handle]:
         """Start sending the gradients of received activations."""
-        incoming = [one for ends in self.ends.values() for one in ends.incoming]
+        incoming = [one for into, _ in self.ends.values() for one in into]
         needed = {source for edge, source in incoming if edge in self.with_backward}
         self._check_entries(grads, needed, {source for _, source in incoming})
         # The nearest module first: a farther one may wait for what the nearer one makes of its gradient.
@@ -88,29 +86,7 @@ class DictExchange:
             )
 
 
-def exchanged(
-    lanes: Lanes,
-    send: Callable[[], list[Handle]] | None,
-    receive: Callable[[], Mapping[str, Sequence[ReceiveHandle]]] | None,
-) -> Tensors:
-    """The payloads that ``receive`` starts to receive, by name, once the sends of ``send`` are posted, too.
-
-    Several gradients of one output are summed.
-    """
-    # In the order of calls both sides of an exchange would send first; sends alone keep the order of modules.
-    with lanes.batch(by_lane=send is not None and receive is not None):
-        sending = [] if send is None else send()
-        receiving = {} if receive is None else receive()
-    received: Tensors = {}
-    for name, handles in receiving.items():
-        parts = [handle.result() for handle in handles]
-        received[name] = _added(parts) if len(parts) > 1 else parts[0]
-    for handle in sending:
-        handle.wait()
-    return received
-
-
-def _added(gradients: Sequence[Any]) -> Any:
+def added(gradients: Sequence[Any]) -> Any:
     """The sum of gradients of one payload, leaf by leaf, over the edges that have the leaf's; None where none has."""
     given = [gradient for gradient in gradients if gradient is not None]
     return mapped(_sum, *given) if given else None
@@ -135,10 +111,7 @@ Tensor2dOr3d: TypeAlias = torch.Tensor | list[torch.Tensor] | None
 
 
 def _prepare_tensor_for_comm(tensor: Tensor2dOr3d) -> Tensor2dOr3d:
-    """Expand a 2-d tensor to 3-d with a last axis of size 1.
-
-    Lists element by element, anything else as it is.
-    """
+    """Expand a 2-d tensor to 3-d with a last axis of size 1; lists element by element, anything else as it is."""
     return _each(tensor, lambda t: t.unsqueeze(-1) if t.ndim == 2 else t)
 
 

@@ -7,16 +7,16 @@ from typing import Annotated
 
 from attrs import frozen
 
-from pipegrid.bridges.bridge import EdgeOptions, Traffic, boundary_sides, directions_of
-from pipegrid.core.edge import Direction, Edge
+from pipegrid.bridges.bridge.options import EdgeOptions
+from pipegrid.bridges.bridge.wiring import Traffic, boundary_sides
+from pipegrid.core import Edge, ModuleGraph
 from pipegrid.core.fields import checked, instance
-from pipegrid.core.graph import ModuleGraph
-from pipegrid.reshard import REPLICAS, GridLike, Placement, Side, as_grid
-from pipegrid.reshard.errors import BridgeError
-from pipegrid.reshard.positions import alike, edge_between
+from pipegrid.reshard import REPLICAS, BridgeError, GridLike, Placement, Side, alike, as_grid, edge_between
 
 Ends = tuple[str, str]
 """The modules of an edge: source, destination."""
+EdgesThere = tuple[tuple[Edge, str], ...]
+"""Edges of a stage, each with the module at its other end."""
 
 _OPTIONS = Annotated[EdgeOptions, instance(EdgeOptions, "EdgeOptions(...)")]
 
@@ -24,9 +24,7 @@ _OPTIONS = Annotated[EdgeOptions, instance(EdgeOptions, "EdgeOptions(...)")]
 def checked_options(given: Mapping[Ends, EdgeOptions] | None, graph: ModuleGraph) -> dict[Ends, EdgeOptions]:
     """The options of every edge of ``graph``.
 
-    Raises:
-        BridgeError: options for an edge that does not exist; a gradient that would have to pass a module without
-            backward.
+    `BridgeError`: options for no edge of it, or a gradient that would have to pass a module without backward.
     """
     edges = dict(given or {})
     if unknown := [edge for edge in edges if edge not in graph.edges]:
@@ -48,19 +46,6 @@ def modules_with_backward(graph: ModuleGraph, options: Mapping[Ends, EdgeOptions
         name: name in graph.sinks or any(option.backward for (src, _), option in options.items() if src == name)
         for name in graph.order
     }
-
-
-@frozen
-class ModuleEnds:
-    """The edges at one module's stage on a rank, each with the module at its other end.
-
-    Attributes:
-        incoming: those that feed the stage.
-        outgoing: those that it feeds.
-    """
-
-    incoming: tuple[tuple[Edge, str], ...]
-    outgoing: tuple[tuple[Edge, str], ...]
 
 
 @frozen(eq=False)
@@ -94,10 +79,6 @@ class ModuleEdges:
         """The places of the source's last stage and the destination's first, in their pipelines."""
         return self.stage_placement[ends[0]][-1], self.stage_placement[ends[1]][0]
 
-    def directions(self, edge: Edge, *, backward: bool) -> tuple[Direction, ...]:
-        """The directions of an edge between stages that need lanes."""
-        return directions_of(edge, backward=backward, traffic=self.traffic)
-
     def boundary(self, ends: Ends) -> tuple[Side, Side]:
         """The source's and the destination's side of an edge."""
         option = self.options[ends]
@@ -112,9 +93,8 @@ class ModuleEdges:
     def replica_of(self, rank: int, *, wanted: bool) -> tuple[int | None, int]:
         """The replica of ``rank``, and their number, where units move between replicas (``wanted``), else None and 0.
 
-        Raises:
-            BridgeError: on every rank alike: modules with other numbers of replicas, or a rank in two of them; or a
-                boundary that replicas share otherwise than in equal parts.
+        `BridgeError` on every rank alike: modules with other numbers of replicas, or a rank in two of them; or a
+        boundary that replicas share otherwise than in equal parts.
         """
         if not wanted:
             return None, 0
@@ -141,21 +121,19 @@ class ModuleEdges:
     def sides(self) -> Iterator[tuple[str, str, Side, Side]]:
         """Both sides of every edge; of a payload that moves, those of each of its leaves."""
         for ends, option in self.options.items():
-            src, dst = ends
-            both = self.boundary(ends)
-            structure = option.structure
-            for sides in (
-                [both] if structure is None or alike(*both) else [leaf.sides(*both) for leaf in structure.leaves]
-            ):
-                yield src, dst, *sides
+            both, structure = self.boundary(ends), option.structure
+            moved = [both]
+            if structure is not None and not alike(*both):
+                moved = [leaf.sides(*both) for leaf in structure.leaves]
+            for sides in moved:
+                yield (*ends, *sides)
 
     def require_dicts(self) -> None:
         """Raise, on every rank alike, unless each rank can exchange dicts by module.
 
-        Raises:
-            BridgeError: a module with several stages on one place; a rank that holds a module and one that depends
-                on it, and so would wait for a tensor before it sends what that is made of; or a rank that holds two
-                modules with one source, whose name is the key of one entry.
+        `BridgeError`: a module with several stages on one place; a rank that holds a module and one that depends on it,
+        and so would wait for a tensor before it sends what that is made of; or a rank that holds two modules with one
+        source, whose name is the key of one entry.
         """
         needs: dict[str, set[str]] = {}
         boxes = {name: as_grid(grid) for name, grid in self.grids.items()}

@@ -8,18 +8,11 @@ from typing import Any
 
 from attrs import evolve
 
-from pipegrid.bridges.bridge import EdgeOptions, checked_traffic
-from pipegrid.bridges.multimodule.edges import Ends, ModuleEdges, ModuleEnds, checked_options, modules_with_backward
-from pipegrid.core.edge import Direction, Edge
-from pipegrid.core.fields import Name, checked
-from pipegrid.core.graph import ModuleGraph, ModuleGraphError
-from pipegrid.reshard import (
-    GridLike,
-    Placement,
-    as_axis_of,
-    as_grid,
-    axis_names,
-)
+from pipegrid.bridges.bridge.options import EdgeOptions
+from pipegrid.bridges.bridge.wiring import checked_traffic
+from pipegrid.bridges.multimodule.edges import EdgesThere, Ends, ModuleEdges, checked_options, modules_with_backward
+from pipegrid.core import Direction, Edge, ModuleGraph, ModuleGraphError, Name, checked
+from pipegrid.reshard import GridLike, Placement, as_axis_of, as_grid, axis_names
 from pipegrid.reshard.errors import BridgeError
 from pipegrid.reshard.positions import Positions, check_places, collective_edges, positions_of
 
@@ -32,10 +25,8 @@ def module_graph(
 ) -> ModuleGraph:
     """The graph of stages: a module has one for each entry of its placement, by default for each pipeline rank.
 
-    ``skips``: the edges past stages of each module, of stages counted inside of it.
-
-    Raises:
-        ModuleGraphError: a cycle, a module without a grid, or a grid without a module.
+    ``skips``: the edges past stages of each module, of stages counted inside of it. `ModuleGraphError`: a cycle, a
+    module without a grid, or a grid without a module.
     """
     edges = {
         src: checked(dsts or (), tuple[Name, ...], f"what {src!r} feeds", ModuleGraphError)
@@ -51,34 +42,6 @@ def module_graph(
         return graph
     ends = [(name, edge.source, edge.destination) for name, own in skips.items() for edge in own]
     return evolve(graph, skips=[Edge(graph.stage(name, a), graph.stage(name, b)) for name, a, b in ends])
-
-
-def total_pipeline_stages(
-    topology: Mapping[str, Sequence[str] | None],
-    grids: Mapping[str, GridLike],
-    *,
-    rank: int | None = None,
-    module_name: str | None = None,
-) -> int:
-    """Pipeline ranks on the longest path; with ``rank``, up to and including that rank's place.
-
-    A rank of several modules has its place in ``module_name``; by default the largest of its places counts.
-    """
-    if not grids:
-        raise ModuleGraphError("the topology has no terminal node: it has no modules")
-    graph = module_graph(topology, grids)
-    before: dict[str, int] = {}
-    for name in graph.order:
-        feeding = [src for src, dst in graph.edges if dst == name]
-        before[name] = max((before[src] + graph.depth(src) for src in feeding), default=0)
-    if rank is None:
-        return max(before[name] + graph.depth(name) for name in graph.sinks)
-    among = list(grids) if module_name is None else [module_name]
-    boxes = {name: as_grid(grids[name]) for name in among if name in grids}
-    holding = [name for name, box in boxes.items() if rank in box.ranks]
-    if not holding:
-        raise BridgeError(f"rank {rank} is in none of the modules {among}")
-    return max(before[name] + boxes[name].place(rank, "pp") + 1 for name in holding)
 
 
 class ModulePipeline:
@@ -110,29 +73,21 @@ class ModulePipeline:
         skips: Mapping[str, Sequence[Edge]] | None = None,
     ) -> None:
         self.rank = rank
-        self.module_to_grid_map = dict(module_to_grid_map)
+        grids = self.module_to_grid_map = dict(module_to_grid_map)
         self.topology = {name: list(topology.get(name) or ()) for name in module_to_grid_map}
         self.dim_mapping = {"s": 1, "b": 0, "h": 2} if dim_mapping is None else as_axis_of(dim_mapping)
         self.module_output_ndim = self._named(module_output_ndim, "module_output_ndim")
         for ndim in self.module_output_ndim.values():
             axis_names(ndim, self._mapping(ndim))
         given = self._named(stage_placement, "stage_placement")
-        self.graph = module_graph(topology, self.module_to_grid_map, given, self._named(skips, "skips"))
-        self.stage_placement = {
-            name: tuple(given.get(name, range(self.graph.depth(name)))) for name in self.module_to_grid_map
-        }
-        check_places(self.graph, self.module_to_grid_map, self.stage_placement)
-        options = checked_options(edges, self.graph)
-        self._has_backward = modules_with_backward(self.graph, options)
-        self._edges = ModuleEdges(
-            self.graph,
-            self.module_to_grid_map,
-            self.stage_placement,
-            options,
-            self._named(placements, "placements"),
-            checked_traffic(traffic, self.graph.stage_edges),
-        )
-        boxes = {name: as_grid(self.module_to_grid_map[name]) for name in self.graph.order}
+        graph = self.graph = module_graph(topology, grids, given, self._named(skips, "skips"))
+        self.stage_placement = {name: tuple(given.get(name, range(graph.depth(name)))) for name in grids}
+        check_places(graph, grids, self.stage_placement)
+        options = checked_options(edges, graph)
+        self._has_backward = modules_with_backward(graph, options)
+        placed, used = self._named(placements, "placements"), checked_traffic(traffic, graph.stage_edges)
+        self._edges = ModuleEdges(graph, grids, self.stage_placement, options, placed, used)
+        boxes = {name: as_grid(grids[name]) for name in graph.order}
         self.places = {name: box.place(rank, "pp") for name, box in boxes.items() if rank in box.ranks}
 
     def _named(self, given: Mapping[str, Any] | None, what: str) -> dict[str, Any]:
@@ -141,11 +96,6 @@ class ModulePipeline:
         if unknown := sorted(set(named) - set(self.module_to_grid_map)):
             raise BridgeError(f"{what} names modules {unknown}; known modules: {sorted(self.module_to_grid_map)}")
         return named
-
-    def _backend_of_grids(self) -> str | None:
-        """The backend that the grids name; None where they name none, or several."""
-        named = {getattr(grid, "backend", None) for grid in self.module_to_grid_map.values()} - {None}
-        return named.pop() if len(named) == 1 else None
 
     def _mapping(self, ndim: int) -> Mapping[str, int] | None:
         """The axes of an output: the last one is hidden, a 2-d one is ``[b*s, h]``."""
@@ -158,16 +108,9 @@ class ModulePipeline:
         option = self._edges.options[ends]
         declared = 3 if option.shape is None else len(option.shape)
         ndim = option.tensor_ndim or self.module_output_ndim.get(ends[0], declared)
-        of_source, of_destination = self._edges.placements_at(ends)
-        return evolve(
-            option,
-            tensor_ndim=ndim,
-            dim_mapping=option.dim_mapping or self._mapping(ndim),
-            src_placements=of_source,
-            dest_placements=of_destination,
-        )
-
-    # -- the job, the same on every rank --------------------------------------------------------------------
+        axes = option.dim_mapping or self._mapping(ndim)
+        src, dst = self._edges.placements_at(ends)
+        return evolve(option, tensor_ndim=ndim, dim_mapping=axes, src_placements=src, dest_placements=dst)
 
     @cached_property
     def positions(self) -> Positions:
@@ -215,15 +158,27 @@ class ModulePipeline:
         Raises:
             ValueError: the topology has a cycle or no terminal node, or ``rank`` is not there.
         """
-        return total_pipeline_stages(topology, module_to_grid_map, rank=rank, module_name=module_name)
+        if not module_to_grid_map:
+            raise ModuleGraphError("the topology has no terminal node: it has no modules")
+        graph = module_graph(topology, module_to_grid_map)
+        before: dict[str, int] = {}
+        for name in graph.order:
+            feeding = [src for src, dst in graph.edges if dst == name]
+            before[name] = max((before[src] + graph.depth(src) for src in feeding), default=0)
+        if rank is None:
+            return max(before[name] + graph.depth(name) for name in graph.sinks)
+        among = list(module_to_grid_map) if module_name is None else [module_name]
+        boxes = {name: as_grid(module_to_grid_map[name]) for name in among if name in module_to_grid_map}
+        holding = [name for name, box in boxes.items() if rank in box.ranks]
+        if not holding:
+            raise BridgeError(f"rank {rank} is in none of the modules {among}")
+        return max(before[name] + boxes[name].place(rank, "pp") + 1 for name in holding)
 
     def _is_source_module(self, module_name: str) -> bool:
         return module_name in self.graph.sources
 
     def _is_sink_module(self, module_name: str) -> bool:
         return module_name in self.graph.sinks
-
-    # -- this rank's place ----------------------------------------------------------------------------------
 
     def is_current_rank_in_grid(self, grid: GridLike) -> bool:
         """Whether this rank is in ``grid``."""
@@ -270,16 +225,16 @@ class ModulePipeline:
         if module_name not in self.places:
             raise BridgeError(f"this rank is not in module {module_name!r}; it is in {list(self.places)}")
 
-    def _ends_here(self) -> dict[str, ModuleEnds]:
+    def _ends_here(self) -> dict[str, tuple[EdgesThere, EdgesThere]]:
         """The edges at this rank's stages, by module in the order of the graph."""
         inside = {edge: (name, name) for name in self.places for edge in self.graph.edges_inside(name)}
         modules, held = {**inside, **self._edges.by_stages()}, set(self.stages)
         into = [(edge, ends) for edge, ends in modules.items() if edge.destination in held]
         out = [(edge, ends) for edge, ends in modules.items() if edge.source in held]
         return {
-            name: ModuleEnds(
-                incoming=tuple((edge, src) for edge, (src, dst) in into if dst == name),
-                outgoing=tuple((edge, dst) for edge, (src, dst) in out if src == name),
+            name: (
+                tuple((edge, src) for edge, (src, dst) in into if dst == name),
+                tuple((edge, dst) for edge, (src, dst) in out if src == name),
             )
             for name in self.places
         }

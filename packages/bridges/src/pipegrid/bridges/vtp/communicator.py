@@ -11,29 +11,21 @@ import torch
 import torch.distributed as dist
 from attrs import evolve
 
-from pipegrid.bridges.bridge import (
-    EdgeOptions,
-    EdgeTraffic,
-    Exchange,
-    checked_traffic,
-    directions_of,
-    lane_config,
-    leaves_of,
-)
+from pipegrid.bridges.bridge.communicator import lane_config
+from pipegrid.bridges.bridge.exchange import Exchange
+from pipegrid.bridges.bridge.leaves import leaves_of
+from pipegrid.bridges.bridge.options import EdgeOptions
+from pipegrid.bridges.bridge.traffic import EdgeTraffic
+from pipegrid.bridges.bridge.wiring import checked_traffic, directions_of
 from pipegrid.bridges.collectives import own_groups
-from pipegrid.bridges.vtp.boundary import VTPBoundary
 from pipegrid.bridges.vtp.functions import ARRIVES, VTPFunctions
-from pipegrid.bridges.vtp.peers import Peers
-from pipegrid.bridges.vtp.topology import VTPTopology
-from pipegrid.core.edge import Direction, Edge
+from pipegrid.bridges.vtp.topology import VTPBoundary, VTPTopology
+from pipegrid.core import Direction, Edge, ModuleGraph
 from pipegrid.core.fields import shown
-from pipegrid.core.graph import ModuleGraph
 from pipegrid.reshard.errors import BridgeError
+from pipegrid.transport import JobTopology, P2PUsageError, ReceiveHandle
 from pipegrid.transport.config import as_config
 from pipegrid.transport.control.opening import open_lanes, resolve_device
-from pipegrid.transport.errors import P2PUsageError
-from pipegrid.transport.job import JobTopology
-from pipegrid.transport.protocol import ReceiveHandle
 from pipegrid.transport.streams import new_stream
 
 
@@ -95,18 +87,19 @@ class VTPCommunicator(VTPFunctions):
         self.stage, self.replica = topology.place_of(self.rank)
         self.config = as_config(config)
         self.deadline, self.fixed_shapes = self.config.deadline, self.config.fixed_shapes
-        self._check_config(config)
+        ring = getattr(config, "layerwise_disaggregated_training", None)
+        if ring is not None and bool(ring) is not topology.ring:
+            raise P2PUsageError(f"layerwise_disaggregated_training is {ring!r}, the topology has ring={topology.ring}")
         backend, self.device = resolve_device(backend, device, staged=self.config.staged)
         boundaries = topology.boundaries(self.replica)
         used = checked_traffic(traffic, [boundary.edge for boundary in boundaries])
-        here = tuple(boundary for boundary in boundaries if self.rank in boundary.ranks)
-        self._peers = Peers(self.rank, here)
-        self._neighbours = {boundary.edge: boundary.ranks for boundary in here}
+        self._boundaries = tuple(boundary for boundary in boundaries if self.rank in boundary.ranks)
+        self._neighbours = {boundary.edge: boundary.ranks for boundary in self._boundaries}
         self._sends, self._receives, self._arriving = {}, {}, {}
         stream = new_stream(self.device)
         self.edge_exchanges = [
             self._crossing(boundary, direction, backend, stream)
-            for boundary in here
+            for boundary in self._boundaries
             for direction in directions_of(boundary.edge, backward=True, traffic=used)
         ]
         self._open(backend)
@@ -135,13 +128,8 @@ class VTPCommunicator(VTPFunctions):
             for edge in edges
             for spec in edge.wiring.lane_specs
         }
-        self.lanes = open_lanes(
-            declared,
-            declared=declared,
-            config=evolve(lane_config(self.config, variable=variable), pipeline_dtype=self.config.pipeline_dtype),
-            backend=backend,
-            device=self.device,
-        )
+        config = evolve(lane_config(self.config, variable=variable), pipeline_dtype=self.config.pipeline_dtype)
+        self.lanes = open_lanes(declared, declared=declared, config=config, backend=backend, device=self.device)
         with ExitStack() as undo:  # after an error of the groups there are no lanes either
             undo.callback(self.lanes.close)
             specs = [spec for edge in edges for spec in edge.wiring.group_specs]
@@ -151,15 +139,6 @@ class VTPCommunicator(VTPFunctions):
         for edge in edges:
             edge.attach(self.lanes)
             edge.groups = {spec: groups[spec] for spec in edge.wiring.group_specs}
-
-    def _check_config(self, given: Any) -> None:
-        wants_ring = getattr(given, "layerwise_disaggregated_training", None)
-        if wants_ring is not None and bool(wants_ring) is not self.topology.ring:
-            raise P2PUsageError(
-                f"layerwise_disaggregated_training is {wants_ring!r}, but the topology has ring={self.topology.ring}"
-            )
-
-    # -- where this rank stands -----------------------------------------------------------------------------
 
     @cached_property
     def job(self) -> JobTopology:
@@ -203,8 +182,6 @@ class VTPCommunicator(VTPFunctions):
         """Whether this rank holds the last stage: in a ring, stage 0 does."""
         return self.topology.placement[-1] == self.stage
 
-    # -- along edges ----------------------------------------------------------------------------------------
-
     def _receive(self, exchange: Exchange, direction: Direction, shapes: Any = None) -> ReceiveHandle:
         return exchange.irecv_forward(self._shape(shapes, ARRIVES[direction]))
 
@@ -215,8 +192,6 @@ class VTPCommunicator(VTPFunctions):
             f"{direction.name.lower()} along edge {edge}: it has {[*map(str, self._neighbours)]}, less what traffic= "
             "leaves out"
         )
-
-    # -- where this rank stands -----------------------------------------------------------------------------
 
     def is_vtp_stage_rank0(self) -> bool:
         """Whether this rank is the first of its stage (and replica)."""

@@ -4,56 +4,68 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import Any, Unpack
+from typing import Any, Literal, TypeAlias, TypedDict, Unpack
 
 import torch
+import torch.distributed as dist
 
-from pipegrid.bridges.bridge import BridgeReceive, BridgeSend, EdgeCommunicator, Exchange
-from pipegrid.bridges.vtp.peers import Named, Peers
-from pipegrid.bridges.vtp.topology import VTPTopology
+from pipegrid.bridges.bridge.edge_communicator import EdgeCommunicator
+from pipegrid.bridges.bridge.exchange import Exchange
+from pipegrid.bridges.bridge.receive import BridgeReceive, BridgeSend
+from pipegrid.bridges.vtp.topology import VTPBoundary, VTPTopology
 from pipegrid.core.edge import Direction, Edge
 from pipegrid.reshard.errors import BridgeError
+from pipegrid.transport import Handle, P2PUsageError, is_single_shape
 from pipegrid.transport.config import P2PConfig, as_config
 from pipegrid.transport.control.blocking import timed
-from pipegrid.transport.errors import P2PUsageError
-from pipegrid.transport.messages.payload import is_single_shape
-from pipegrid.transport.protocol import Handle
 
 _F, _B = Direction.FORWARD, Direction.BACKWARD
 ARRIVES = {_F: "recv_prev", _B: "recv_next"}
 Requests = dict[str, BridgeReceive]
+_Sides: TypeAlias = Literal["next", "previous"]
+Ranks: TypeAlias = int | Sequence[int] | None
+
+
+class Named(TypedDict, total=False):
+    """The neighbours of one call, where they are not the topology's: arguments of all `VTPFunctions`."""
+
+    group: Any
+    next_rank: Ranks
+    prev_rank: Ranks
 
 
 class VTPFunctions(EdgeCommunicator):
     """The functions of a `VTPCommunicator` that name the neighbours of its stage in place of edges.
 
+    A caller that names neighbours (``next_rank``, ``prev_rank``; or by ``group``, the ones that are next to this rank
+    in its order, cyclic) chooses the boundary across which lies the stage that holds them. All ranks of both stages
+    exchange their slices all the same, whichever of them are named. Another rank is a `BridgeError`.
+
     Attributes:
         topology: the ranks of each stage.
         stage: this rank's.
-        _peers: the neighbours, by name.
+        _boundaries: those with this rank on one of their sides.
         _arriving: the exchanges in which this rank receives, by edge and direction.
     """
 
     topology: VTPTopology
     stage: int
-    _peers: Peers
+    _boundaries: tuple[VTPBoundary, ...]
     _arriving: dict[tuple[Edge, Direction], Exchange]
-
-    # -- no guards, asynchronous ----------------------------------------------------------------------------
 
     def vtp_send_forward(self, tensor: torch.Tensor, **named: Unpack[Named]) -> list[Handle] | None:
         """Start sending this rank's share of an activation to the next stage; in a ring also from the last to stage 0.
 
-        ``group``, ``next_rank`` and ``prev_rank`` say who the neighbours are, as `Peers`: one value or a list.
+        ``group``, ``next_rank`` and ``prev_rank`` say who the neighbours are: one value or a list.
 
         Returns:
             A handle per receiving rank; None on a rank with nothing to send (the last stage without a ring).
         """
-        return self._start_send(tensor, _F, self._peers.next(**named))
+        return self._start_send(tensor, _F, self._beside("next", **named))
 
     def vtp_send_backward(self, tensor: torch.Tensor, **named: Unpack[Named]) -> list[Handle] | None:
         """Start sending this rank's share of a gradient to the previous stage. As `vtp_send_forward`."""
-        return self._start_send(tensor, _B, self._peers.previous(**named))
+        return self._start_send(tensor, _B, self._beside("previous", **named))
 
     def vtp_recv_forward(
         self, tensor_shape: Sequence[int], config: Any = None, async_op: bool = False, **named: Unpack[Named]
@@ -68,15 +80,40 @@ class VTPFunctions(EdgeCommunicator):
             P2PUsageError: no ``pipeline_dtype``, no ``tensor_shape``.
             BridgeError: no stage sends to this one: stage 0 without a ring.
         """
-        receive = self._start_receive(tensor_shape, self._settings(config), _F, self._peers.previous(**named))
+        receive = self._start_receive(tensor_shape, self._settings(config), _F, self._beside("previous", **named))
         return (receive.value, {ARRIVES[_F]: receive}) if async_op else receive.result()
 
     def vtp_recv_backward(
         self, tensor_shape: Sequence[int], config: Any = None, async_op: bool = False, **named: Unpack[Named]
     ) -> Any:
         """Receive a gradient from the next stage. As `vtp_recv_forward`; the work is under ``"recv_next"``."""
-        receive = self._start_receive(tensor_shape, self._settings(config), _B, self._peers.next(**named))
+        receive = self._start_receive(tensor_shape, self._settings(config), _B, self._beside("next", **named))
         return (receive.value, {ARRIVES[_B]: receive}) if async_op else receive.result()
+
+    def _beside(self, side: _Sides, group: Any = None, next_rank: Ranks = None, prev_rank: Ranks = None) -> Edge | None:
+        """The edge to the stage on that side; None at the end of a chain."""
+        if group is None and next_rank is None and prev_rank is None:
+            return self._across(side, ())
+        named: dict[_Sides, list[int]] = {"next": _as_list(next_rank), "previous": _as_list(prev_rank)}
+        for one, ranks in named.items():  # also the one that this call does not use
+            self._across(one, ranks)
+        found = []
+        for ranks in map(dist.get_process_group_ranks, _as_list(group)):
+            if self.rank not in ranks:
+                raise BridgeError(f"rank {self.rank} is not in the group of ranks {ranks}")
+            found.append(ranks[(ranks.index(self.rank) + (1 if side == "next" else -1)) % len(ranks)])
+        return self._across(side, named[side] or found)
+
+    def _across(self, side: _Sides, named: Sequence[int]) -> Edge | None:
+        ends = [(b.edge, b.source.ranks, b.destination.ranks) for b in self._boundaries]
+        if side == "previous":
+            ends = [(edge, there, here) for edge, here, there in ends]
+        across = [(edge, there) for edge, here, there in ends if self.rank in here]
+        found = [edge for edge, there in across if set(named) <= set(there)]
+        if named and not found:
+            where = f"ranks {list(across[0][1])}" if across else "nowhere, at the end of a chain"
+            raise BridgeError(f"rank {self.rank} names {[*named]} as its {side} ranks, but its lanes lead to {where}")
+        return found[0] if found else None
 
     def _start_send(self, tensor: torch.Tensor, direction: Direction, edge: Edge | None) -> list[Handle] | None:
         self._require_alive()
@@ -126,8 +163,6 @@ class VTPFunctions(EdgeCommunicator):
             raise P2PUsageError(f"this call's pipeline_dtype is {settings.pipeline_dtype}, but the lanes have {own}")
         return settings
 
-    # -- the same with the guards of a schedule, waiting ----------------------------------------------------
-
     def recv_forward_with_reqs(
         self,
         tensor_shape: Sequence[int] | None,
@@ -145,7 +180,7 @@ class VTPFunctions(EdgeCommunicator):
         """
         if not self.topology.receives_forward(self.stage, is_end_stage=is_end_stage):
             return None, None
-        return self._receive_with_reqs(tensor_shape, config, _F, self._peers.previous(**named), wait_on_reqs)
+        return self._receive_with_reqs(tensor_shape, config, _F, self._beside("previous", **named), wait_on_reqs)
 
     def recv_backward_with_reqs(
         self,
@@ -163,7 +198,7 @@ class VTPFunctions(EdgeCommunicator):
         """
         if not self.topology.sends_forward(self.stage, is_end_stage=is_end_stage):
             return None, None
-        return self._receive_with_reqs(tensor_shape, config, _B, self._peers.next(**named), wait_on_reqs)
+        return self._receive_with_reqs(tensor_shape, config, _B, self._beside("next", **named), wait_on_reqs)
 
     def _receive_with_reqs(
         self, shape: Any, config: Any, direction: Direction, edge: Edge | None, wait_on_reqs: bool
@@ -194,7 +229,7 @@ class VTPFunctions(EdgeCommunicator):
         if isinstance(config, bool):
             config, is_last_stage = None, config
         if not is_last_stage and self.topology.sends_forward(self.stage, is_end_stage=is_end_stage):
-            self._send(output_tensor, config, _F, self._peers.next(**named))
+            self._send(output_tensor, config, _F, self._beside("next", **named))
 
     def send_backward(
         self,
@@ -209,14 +244,12 @@ class VTPFunctions(EdgeCommunicator):
         if isinstance(config, bool):
             config, is_first_stage = None, config
         if not is_first_stage and self.topology.receives_forward(self.stage, is_end_stage=is_end_stage):
-            self._send(input_tensor_grad, config, _B, self._peers.previous(**named))
+            self._send(input_tensor_grad, config, _B, self._beside("previous", **named))
 
     def _send(self, tensor: torch.Tensor, config: Any, direction: Direction, edge: Edge | None) -> None:
         there = self._there(edge, f"send_{direction.name.lower()}")
         with timed(self._settings(config).timers, f"{direction.name.lower()}-send"):
             self.isend(tensor, edge=there, direction=direction).wait()
-
-    # -- the verbs of `PipelineCommunicator` ----------------------------------------------------------------
 
     def recv_forward(self, tensor_shapes: Any = None, is_first_stage: bool = False) -> torch.Tensor | None:
         """The next activation; None on the first stage. Without a shape, one of any shape."""
@@ -241,7 +274,7 @@ class VTPFunctions(EdgeCommunicator):
     def _exchange(self, arriving: Direction, shapes: Any, *sending: torch.Tensor) -> torch.Tensor:
         """Receive a tensor, and meanwhile send that of ``sending``, if any, to the same stage."""
         leaving = _B if arriving is _F else _F
-        edge = self._there(self._peers.previous() if arriving is _F else self._peers.next(), ARRIVES[arriving])
+        edge = self._there(self._beside("previous" if arriving is _F else "next"), ARRIVES[arriving])
         timer = f"{arriving.name.lower()}-recv"
         with timed(self.config.timers, f"{leaving.name.lower()}-send-{timer}" if sending else timer):
             # A batch of both, by lane: in the order of calls both sides would receive first.
@@ -252,3 +285,7 @@ class VTPFunctions(EdgeCommunicator):
             for handle in sent:
                 handle.wait()
         return received
+
+
+def _as_list(value: Any) -> list[Any]:
+    return [] if value is None else list(value) if isinstance(value, (list, tuple)) else [value]

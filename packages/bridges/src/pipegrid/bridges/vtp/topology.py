@@ -3,6 +3,10 @@
 ``VTPTopology([2, 4, 4])`` is ten ranks, ``[0, 1] [2 .. 5] [6 .. 9]``. With ``dp`` every stage has that many replicas,
 side by side: ``VTPTopology([1, 2], dp=2)`` is ``[0], [1]`` and ``[2, 3], [4, 5]``. Replica ``d`` of a stage exchanges
 with replica ``d`` of the next one.
+
+A side of a boundary either holds copies of the tensor (tensor parallelism) or consecutive parts of its sequence
+(sequence parallelism). Both are cases of the reshard plan, which is made for the tensor seen as ``[before, sequence,
+after]``: see `Folded`. Activations and gradients are two edges, each with a source and a destination.
 """
 
 from __future__ import annotations
@@ -14,11 +18,67 @@ from typing import Any
 
 from attrs import field, frozen
 
-from pipegrid.bridges.bridge import require_parts
-from pipegrid.bridges.vtp.boundary import VTPBoundary, VTPStage
-from pipegrid.core.edge import Edge
-from pipegrid.core.fields import Count, Index, checked_fields
-from pipegrid.reshard.errors import BridgeError
+from pipegrid.bridges.bridge.structure import Folded, require_parts
+from pipegrid.bridges.bridge.wiring import BridgeWiring
+from pipegrid.core import Count, Direction, Edge, Index, checked_fields
+from pipegrid.reshard import BridgeError, Placement, Replicate, Shard, Side
+from pipegrid.reshard.side import SideDim
+
+
+@frozen
+class VTPStage:
+    """One replica of one stage: its ranks, and whether they hold parts of the sequence in place of copies."""
+
+    name: str
+    ranks: tuple[int, ...]
+    cuts_sequence: bool = False
+
+    @property
+    def parts(self) -> int:
+        """Number of parts in which the ranks hold the sequence."""
+        return len(self.ranks) if self.cuts_sequence else 1
+
+    @property
+    def side(self) -> Side:
+        """The stage as a side of a boundary."""
+        placement: Placement = Shard("s") if self.cuts_sequence else Replicate()
+        size = len(self.ranks)
+        return Side(self.name, 0, (SideDim("tp", size, 1, placement),) if size > 1 else (), members=self.ranks)
+
+
+@frozen
+class VTPBoundary:
+    """The boundary from ``source``, which makes the activation, to ``destination``; ``axis`` is the sequence's.
+
+    ``edge`` is in numbers of plan stages: the edge that closes a ring of P stages is ``Edge(P - 1, P)``.
+    """
+
+    edge: Edge
+    source: VTPStage
+    destination: VTPStage
+    axis: int = 0
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks of both sides."""
+        return (*self.source.ranks, *self.destination.ranks)
+
+    def ends(self, direction: Direction) -> tuple[VTPStage, VTPStage]:
+        """The side that sends in that direction, and the one that receives."""
+        both = self.source, self.destination
+        return both if direction is Direction.FORWARD else both[::-1]
+
+    def tensor(self, direction: Direction) -> Folded:
+        """The declaration of the tensor that is sent in that direction."""
+        giver, taker = self.ends(direction)
+        return Folded(f"boundary {self.edge}", self.axis, ((giver.name, giver.parts), (taker.name, taker.parts)))
+
+    def wiring(self, label: str, rank: int, direction: Direction) -> BridgeWiring:
+        """The lanes and groups of ``rank`` for that direction, named after ``label``."""
+        ways = {Direction.FORWARD: f"{self.edge}", Direction.BACKWARD: f"{self.edge} gradients"}
+        giver, taker = self.ends(direction)
+        sides, axes = (giver.side, taker.side), self.tensor(direction).names
+        return BridgeWiring(f"{label}/{ways[direction]}", *sides, axes, "direct", (Direction.FORWARD,), rank)
 
 
 def _as_flags(value: bool | Sequence[bool]) -> bool | tuple[bool, ...]:
@@ -131,12 +191,10 @@ class VTPTopology:
 
     def replica(self, index: int) -> tuple[VTPStage, ...]:
         """The stages of one replica of the pipeline."""
-        index = range(self.dp)[index]
+        index, parts = range(self.dp)[index], zip(self.stage_ranks, self.tp_sizes, self.cuts_sequence, strict=True)
         return tuple(
             VTPStage(f"stage {stage}", ranks[index * size : (index + 1) * size], cuts)
-            for stage, (ranks, size, cuts) in enumerate(
-                zip(self.stage_ranks, self.tp_sizes, self.cuts_sequence, strict=True)
-            )
+            for stage, (ranks, size, cuts) in enumerate(parts)
         )
 
     @cached_property

@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING
 
 from pipegrid.core.fields import Name, checked
@@ -67,13 +68,9 @@ def job_store(label: str, *, address: str | None = None, timeout: timedelta = ti
         )
     label = checked(label, Name, "label", GridError)
     try:
-        store = bounded(
-            lambda: TCPStore(host, int(port), is_master=False, timeout=timeout),
-            seconds=timeout.total_seconds() + 1,
-            name="pipegrid-connect",
-        )
+        connect = partial(TCPStore, host, int(port), is_master=False, timeout=timeout)
+        store = bounded(connect, seconds=timeout.total_seconds() + 1, name="pipegrid-connect")
     except RuntimeError as error:
-        raise GroupConnectionError(
-            f"the job's store at {given} took no connection for {label!r}: {str(error).splitlines()[0]}"
-        ) from error
+        refused = f"the job's store at {given} took no connection for {label!r}"
+        raise GroupConnectionError(f"{refused}: {str(error).splitlines()[0]}") from error
     return PrefixStore(f"pipegrid/job/{label}", store)

@@ -1,14 +1,14 @@
-"""Place the modules of a job on the ranks of the world. No torch."""
+"""Place the modules of a job on the ranks of the world, and describe them as a table. No torch."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import combinations
+from itertools import combinations, pairwise
 
 from pipegrid.core.fields import Index, checked, shown
-from pipegrid.core.tables import text_table
+from pipegrid.core.tables import table, text_table
 from pipegrid.topology.errors import PlacementError
-from pipegrid.topology.grid import Grid, Relation, relation, span_of
+from pipegrid.topology.grid import Grid, Relation, relation, runs_of, span_of
 from pipegrid.topology.hyper_comm_grid import HyperCommGrid
 from pipegrid.topology.world import resolve_world_size
 
@@ -52,29 +52,17 @@ def place(
     placed = {name: Grid(tuple(dims.values()), tuple(dims), starts[name]) for name, dims in modules.items()}
     problems = [*_overlaps(placed), *_uncovered(placed, world_size)]
     if problems:
-        rows = [
-            (
-                name,
-                " ".join(f"{dim}={size}" for dim, size in modules[name].items()),
-                str(grid.size),
-                span_of(grid.ranks),
-            )
-            for name, grid in placed.items()
-        ]
-        table = text_table(("module", "dimensions", "size", "ranks"), rows)
-        raise PlacementError(f"the modules do not fit a world of {world_size} ranks: {'; '.join(problems)}.\n{table}")
+        texts = {name: " ".join(f"{dim}={size}" for dim, size in dims.items()) for name, dims in modules.items()}
+        rows = [(name, texts[name], str(grid.size), span_of(grid.ranks)) for name, grid in placed.items()]
+        drawn = text_table(("module", "dimensions", "size", "ranks"), rows)
+        raise PlacementError(f"the modules do not fit a world of {world_size} ranks: {'; '.join(problems)}.\n{drawn}")
     return {
         name: HyperCommGrid(grid.shape, grid.dim_names, grid.rank_offset, backend, world_size=world_size)
         for name, grid in placed.items()
     }
 
 
-def _starts(
-    modules: Mapping[str, int],
-    *,
-    together: list[Sequence[str]],
-    offsets: dict[str, int],
-) -> dict[str, int]:
+def _starts(modules: Mapping[str, int], *, together: list[Sequence[str]], offsets: dict[str, int]) -> dict[str, int]:
     if any(isinstance(names, str) for names in together):
         raise PlacementError(f"together is {together}; it must be a list of sets of modules: [('a', 'b')]")
     company = {name: names for names in together for name in names}
@@ -113,3 +101,40 @@ def _uncovered(placed: Mapping[str, Grid], world_size: int) -> list[str]:
     if covered < world_size:
         problems.append(f"ranks {span_of(range(covered, world_size))} are left over")
     return problems
+
+
+def describe(grids: Mapping[str, HyperCommGrid], *, max_rows: int = 64, color: bool = False) -> str:
+    """The world as a table, ranks x modules: a row is a rank with its coordinates in each module.
+
+    Drawn by rich where it is installed (the extra ``describe``), else in plain text.
+
+    Args:
+        grids: module name to grid, for example from `place`.
+        max_rows: a larger world has a row per stretch of ranks with the same modules, with the modules' sizes.
+        color: whether to use a terminal's colours; rich only.
+
+    Examples:
+        >>> "pp1" in describe(place({"images": {"dp": 2}, "language": {"pp": 2}}, world_size=4))
+        True
+    """
+    world_size = max(grid.world_size for grid in grids.values()) if grids else 0
+    if world_size <= max_rows:
+        rows = [(str(rank), *(_coords(grid, rank) for grid in grids.values())) for rank in range(world_size)]
+        return table(("rank", *grids), rows, color=color)
+    bounds = {0, world_size}
+    for grid in grids.values():
+        for run in runs_of(grid.ranks):
+            bounds |= {run.start, run.stop}
+    rows = [
+        (span_of(range(start, stop)), *(_sizes(grid) if start in grid.ranks else "" for grid in grids.values()))
+        for start, stop in pairwise(sorted(bounds))
+    ]
+    return table(("ranks", *grids), rows, color=color)
+
+
+def _coords(grid: HyperCommGrid, rank: int) -> str:
+    return " ".join(f"{dim}{at}" for dim, at in grid.coords(rank).items()) if rank in grid.ranks else ""
+
+
+def _sizes(grid: HyperCommGrid) -> str:
+    return " ".join(f"{dim}={size}" for dim, size in zip(grid.dim_names, grid.shape, strict=True))

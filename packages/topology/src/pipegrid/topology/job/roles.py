@@ -136,9 +136,7 @@ class RankRole:
 
     @classmethod
     def build(
-        cls,
-        modality_module_names: Sequence[str],
-        module_to_grid_map: Mapping[str, HyperCommGrid] | None = None,
+        cls, modality_module_names: Sequence[str], module_to_grid_map: Mapping[str, HyperCommGrid] | None = None
     ) -> Self:
         """The role of this rank, under the name that Megatron has for it now: `from_grid_map`.
 

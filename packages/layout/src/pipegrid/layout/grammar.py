@@ -9,7 +9,8 @@ from types import MappingProxyType
 
 import attrs
 
-from pipegrid.layout.errors import LayoutError, nearest
+from pipegrid.core.fields import nearest
+from pipegrid.layout.errors import LayoutError
 
 
 class LayerType(enum.StrEnum):
@@ -23,23 +24,15 @@ class LayerType(enum.StrEnum):
 
 
 STANDARD_SYMBOLS: Mapping[str, str] = MappingProxyType(
-    {
-        "E": LayerType.embedding,
-        "e": LayerType.encoder,
-        "t": LayerType.decoder,
-        "m": LayerType.mtp,
-        "L": LayerType.loss,
-    }
+    {"E": LayerType.embedding, "e": LayerType.encoder, "t": LayerType.decoder, "m": LayerType.mtp, "L": LayerType.loss}
 )
-
-_LETTERS = frozenset(string.ascii_letters)
 
 
 def _checked(symbols: Mapping[str, str]) -> Mapping[str, str]:
     if not isinstance(symbols, Mapping):
         raise LayoutError(f"symbols must map a letter to a kind of layer, got {symbols!r}; example: {{'v': 'vision'}}")
     for symbol, kind in symbols.items():
-        if symbol not in _LETTERS or not (isinstance(kind, str) and kind.isidentifier()):
+        if symbol not in set(string.ascii_letters) or not (isinstance(kind, str) and kind.isidentifier()):
             raise LayoutError(f"symbols has {symbol!r}: {kind!r}; it must be one ASCII letter and a name")
         if STANDARD_SYMBOLS.get(symbol, kind) != kind:
             raise LayoutError(f"symbol {symbol!r} is {STANDARD_SYMBOLS[symbol]!s} in every layout, not {kind!r}")
@@ -88,18 +81,15 @@ class LayoutGrammar:
     def kind(self, name: object, *, where: str = "") -> str:
         """The kind of layer called ``name``: a LayerType where it is a standard one, else the registered name.
 
-        Args:
-            name: a LayerType or a name.
-            where: prefix of the error text, such as ``"stage 3, layer 1: "``.
+        ``where``: prefix of the error text, such as ``"stage 3, layer 1: "``.
         """
         if isinstance(name, LayerType):
             return name
-        if isinstance(name, str):
-            if name in LayerType.__members__:
-                return LayerType[name]
-            if name in self._letter:
-                return name
-        near = nearest(str(name), map(str, self._letter))
+        if isinstance(name, str) and name in LayerType.__members__:
+            return LayerType[name]
+        if isinstance(name, str) and name in self._letter:
+            return name
+        near = nearest(name, self._letter)
         raise LayoutError(f"{where}{name!r} is not a kind of layer{near}; the grammar has {self.describe()}")
 
     def describe(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from html import escape
 
@@ -30,18 +31,16 @@ def draw(
 ) -> str:
     """A bar per stage, stacked by kind of layer, with the mean; below it a bar per rank's memory, with the limits.
 
-    Args:
-        names: the layers of each stage in words, as tooltips.
-        costs: for each stage the cost per kind of layer.
-        title: the heading.
-        mean: mean cost of a stage.
-        memory: for each rank; None for no second panel.
-        limits: for each rank; None for no limits.
+    ``names``: the layers of each stage in words, as tooltips. ``costs``: for each stage the cost per kind of layer.
+    ``memory``: for each rank; None for no second panel.
     """
     kinds = list(dict.fromkeys(kind for stage in costs for kind in stage))
     others = [kind for kind in kinds if kind not in _COLORS]
     colors = _COLORS | {kind: _OTHER_COLORS[i % len(_OTHER_COLORS)] for i, kind in enumerate(others)}
-    parts = [_text(_LEFT, 16, title, weight="bold"), *_legend(kinds, colors)]
+    parts = [_text(_LEFT, 16, title, weight="bold")]
+    for left, kind in zip(itertools.count(_LEFT, 110), kinds, strict=False):
+        parts.append(f'<rect x="{left}" y="22" width="10" height="10" fill="{colors[kind]}"/>')
+        parts.append(_text(left + 14, 31, kind))
     totals = [sum(stage.values()) for stage in costs]
     scale = _HEIGHT / (max(totals) or 1)
     step = _WIDTH / len(costs)
@@ -53,7 +52,10 @@ def draw(
             bars.append(_bar(_LEFT + stage * step, top, step, cost * scale, colors[kind]))
         label = f"stage {stage}: {names[stage]}, cost {totals[stage]:.6g}"
         parts.append(f"<g><title>{escape(label)}</title>{''.join(bars)}</g>")
-    parts += [*_axis(_TOP, "stage", len(costs), f"{max(totals):.4g}"), *_level(_TOP, mean * scale, f"mean {mean:.4g}")]
+    parts += _axis(_TOP, "stage", len(costs), f"{max(totals):.4g}")
+    level, right = _TOP + _HEIGHT - mean * scale, _LEFT + _WIDTH
+    parts.append(f'<path d="M{_LEFT} {level:.2f}h{_WIDTH}" stroke="black" stroke-dasharray="6 4"/>')
+    parts.append(_text(right + 6, level + 4, f"mean {mean:.4g}"))
     height = _TOP + _HEIGHT + _BELOW
     if memory is not None:
         parts += _memory_panel(height, memory, limits)
@@ -85,9 +87,8 @@ def _memory_panel(top: float, memory: Sequence[float], limits: Sequence[float] |
 
 def _bar(left: float, top: float, step: float, height: float, color: str) -> str:
     gap = min(2.0, step / 8)
-    return (
-        f'<rect x="{left + gap / 2:.2f}" y="{top:.2f}" width="{step - gap:.2f}" height="{height:.2f}" fill="{color}"/>'
-    )
+    place = f'x="{left + gap / 2:.2f}" y="{top:.2f}" width="{step - gap:.2f}" height="{height:.2f}"'
+    return f'<rect {place} fill="{color}"/>'
 
 
 def _axis(top: float, name: str, count: int, largest: str) -> list[str]:
@@ -99,24 +100,6 @@ def _axis(top: float, name: str, count: int, largest: str) -> list[str]:
         _text(_LEFT + _WIDTH, base + 16, str(count - 1), anchor="end"),
         _text(_LEFT - 6, top + 10, largest, anchor="end"),
     ]
-
-
-def _level(top: float, height: float, label: str) -> list[str]:
-    """A dashed line across the panel with its label on the right."""
-    at = top + _HEIGHT - height
-    return [
-        f'<path d="M{_LEFT} {at:.2f}h{_WIDTH}" stroke="black" stroke-dasharray="6 4"/>',
-        _text(_LEFT + _WIDTH + 6, at + 4, label),
-    ]
-
-
-def _legend(kinds: Sequence[str], colors: Mapping[str, str]) -> list[str]:
-    parts = []
-    for index, kind in enumerate(kinds):
-        left = _LEFT + index * 110
-        parts.append(f'<rect x="{left}" y="22" width="10" height="10" fill="{colors[kind]}"/>')
-        parts.append(_text(left + 14, 31, kind))
-    return parts
 
 
 def _text(left: float, top: float, text: str, *, anchor: str = "start", weight: str = "normal") -> str:

@@ -54,12 +54,7 @@ CUT = Wire(to_a=False, to_b=False)
 
 @define(eq=False)
 class Carrier:
-    """The loop that carries packets between two TUN devices, given as descriptors, under the settings of a `Wire`.
-
-    Attributes:
-        ends: of host a and of host b.
-        wire: as it is now.
-    """
+    """The loop that carries packets between the TUN devices of host a and host b (descriptors) as ``wire`` now says."""
 
     ends: tuple[int, int]
     wire: Wire

@@ -90,16 +90,13 @@ class LayoutReport:
             f"imbalance (max / mean) {self.imbalance:.4f}"
         )
         if self.rank_memory is not None:
-            fullest = max(range(len(self.rank_memory)), key=self._fill)
-            limit = f" of {self.limits[fullest]:.6g}" if self.limits else ""
+            limits = self.limits or (0.0,) * len(self.rank_memory)
+            parts = [used / limit if limit else 0.0 for used, limit in zip(self.rank_memory, limits, strict=True)]
+            fill = list(zip(parts, self.rank_memory, strict=True))
+            fullest = fill.index(max(fill))
+            limit = f" of {limits[fullest]:.6g}" if self.limits else ""
             text += f"\nmemory: PP rank {fullest} is fullest, {self.rank_memory[fullest]:.6g}{limit}"
         return text
-
-    def _fill(self, rank: int) -> tuple[float, float]:
-        """The key of the fullest rank: its part of its limit where there is one, then its memory."""
-        used = self.rank_memory[rank] if self.rank_memory else 0.0
-        limit = self.limits[rank] if self.limits else 0.0
-        return (used / limit if limit else 0.0), used
 
     def svg(self) -> str:
         """An SVG document: a bar per stage, stacked by kind of layer; with memory figures, a bar per rank."""
@@ -117,22 +114,13 @@ class LayoutReport:
         stages = []
         for stage, (cost, share) in enumerate(zip(self.costs, self.shares, strict=True)):
             rank, chunk = self.layout.position(stage)
-            row: dict[str, object] = {"stage": stage, "pp_rank": rank, "vp_stage": chunk, "cost": cost, "share": share}
-            if self.memory is not None:
-                row["memory"] = self.memory[stage]
-            stages.append(row)
-        data: dict[str, object] = {
-            "stages": stages,
-            "bottleneck": self.bottleneck,
-            "mean": self.mean,
-            "spread": self.spread,
-            "imbalance": self.imbalance,
+            row = {"stage": stage, "pp_rank": rank, "vp_stage": chunk, "cost": cost, "share": share}
+            stages.append(row if self.memory is None else {**row, "memory": self.memory[stage]})
+        data = {"stages": stages} | {
+            name: getattr(self, name) for name in ("bottleneck", "mean", "spread", "imbalance")
         }
-        if self.rank_memory is not None:
-            data["rank_memory"] = list(self.rank_memory)
-        if self.limits is not None:
-            data["limits"] = list(self.limits)
-        return data
+        ranks = {"rank_memory": self.rank_memory, "limits": self.limits}
+        return data | {name: list(each) for name, each in ranks.items() if each is not None}
 
     def __str__(self) -> str:
         return self.table()
@@ -149,13 +137,7 @@ def report(
 ) -> LayoutReport:
     """Cost and memory of each stage of a layout.
 
-    Args:
-        layout: the layout.
-        costs: as in `balance`.
-        memory: as in `balance`.
-        limit: memory of a rank, or one number per pp rank; only shown beside the memory.
-        microbatches: as in `balance`.
-        in_flight: as in `balance`.
+    ``limit``: memory of a rank, or one number per pp rank; only shown beside the memory. Others are as in `balance`.
 
     Examples:
         >>> found = report(even(8, 2), {"embedding": 0.3, "decoder": 1.0, "loss": 1.1})

@@ -7,7 +7,11 @@ An entry is what NCCL launches as one kernel: a batch of transfers, or one colle
 - An entry that lost its peer keeps running: NCCL's kernels over shared memory spin. With ``reports_peer_errors`` it
   ends with an error instead, as over a network.
 - `abort` ends the entries of one group, then blocks until every entry that this rank had launched has ended: freeing
-  the group's memory waits for the whole device. Aborts of several stuck groups one by one therefore hang. See `frees`.
+  the group's memory waits for the whole device. Aborts of several stuck groups one by one therefore hang.
+- While an abort drains, no thread polls the device unless the abort of every group with an entry under way has begun.
+  A poll (`Work.is_completed`, `Event.query`) keeps the interpreter's lock, and on a GPU may wait in the driver behind
+  the free: then no thread could begin the abort that the free waits for.
+- A group is destroyed when its entries have ended, or after its abort has begun.
 - The watchdog fails an entry that is older than its group's timeout, and the test with it; see `watchdog`.
 """
 
@@ -18,25 +22,32 @@ import os
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 
 from torch import Tensor
 
-from pipegrid.fake_nccl.capture import FakeGraph
-from pipegrid.fake_nccl.entries import LaunchRecord, Mark, MismatchError, Moment, QueueEntry, TransferRecord, What
+from pipegrid.fake_nccl.entries import (
+    FakeGraph,
+    LaunchRecord,
+    Mark,
+    MismatchError,
+    Moment,
+    QueueEntry,
+    TransferRecord,
+    What,
+)
 from pipegrid.fake_nccl.flight_recorder import FakeFlightRecorder
-from pipegrid.fake_nccl.frees import Frees
 from pipegrid.fake_nccl.lines import Lines
-from pipegrid.fake_nccl.rules import LegacyRules, Nccl2Rules
 from pipegrid.fake_nccl.virtual_streams.late import LateRun
 from pipegrid.fake_nccl.virtual_streams.memory import Clock
 from pipegrid.fake_nccl.virtual_streams.player import DONE, PATIENCE_SECONDS
 from pipegrid.fake_nccl.virtual_streams.streams import Streams
-from pipegrid.fake_nccl.virtual_streams.virtual import VirtualStream
-from pipegrid.fake_nccl.watchdog import Watchdog
+from pipegrid.fake_nccl.virtual_streams.virtual import VirtualStream, nothing
+from pipegrid.fake_nccl.watchdog import LegacyRules, Nccl2Rules, Watchdog
 
 _WATCHDOG_SECONDS = 0.05
+_MOST_VIOLATIONS = 20
 
 
 class FakeDevice:
@@ -85,15 +96,11 @@ class FakeDevice:
         nccl2: Nccl2Rules | None = None,
         lazy: bool = False,
     ) -> None:
-        self.serial = serial
-        self.nccl2, self.lazy = nccl2, lazy
+        self.serial, self.waits_hold, self.nccl2, self.lazy = serial, waits_hold, nccl2, lazy
         self.pair_attempts: Counter[tuple[int, int]] = Counter()
-        self.closing = threading.Event()
-        self.waits_hold = waits_hold
-        self.reports_peer_errors = False
+        self.closing, self._closed = threading.Event(), threading.Event()
+        self.reports_peer_errors = self.connects_in_batches = self.drains_at_compute = False
         self.eager_bytes = 0
-        self.connects_in_batches = False
-        self.drains_at_compute = False
         self.graph: FakeGraph | None = None
         self.history: list[LaunchRecord | Mark] = []
         self.recorder = FakeFlightRecorder()
@@ -101,11 +108,11 @@ class FakeDevice:
         self.timeline: list[Moment] = []
         self.violations: list[str] = []
         self.streams = Streams(self.violations)
-        self._frees = Frees(self.unfinished, self.violations)
+        self._aborted: set[str] = set()  # groups whose abort has begun
+        self._draining: list[str] = []  # those whose abort has not returned
         legacy = LegacyRules() if nccl2 is None else None
-        self.watchdog = Watchdog(self.unfinished, self._frees.has_begun, self._end_old, self.violations, legacy)
-        self.watchdog.dump = self.dump
-        self.streams.before_poll = self._frees.require_pollable
+        self.watchdog = Watchdog(self.unfinished, self._aborted, self._end_old, self.dump, self.violations, legacy)
+        self.streams.before_poll = self._require_pollable
         self.streams.before_compute = lambda: self.drain() if self.drains_at_compute else None
         self.streams.drain = self.drain
         self._marked: list[tuple[str, VirtualStream, Clock]] = []
@@ -114,7 +121,6 @@ class FakeDevice:
         self._open: defaultdict[str, list[QueueEntry]] = defaultdict(list)
         self._lines = Lines(self._lock, self._play, self._starts, self._ends, self._ended)
         self._cuts: dict[str, Callable[[], None]] = {}
-        self._closed = threading.Event()
 
     def add_group(self, group: str, cut: Callable[[], None], ranks: Sequence[int], here: int) -> None:
         """Make the stream of a group of ``ranks``; ``cut`` wakes an entry of the group that waits for a peer."""
@@ -128,14 +134,8 @@ class FakeDevice:
     def dump(self, prefix: str | os.PathLike[str] | None = None) -> Path | None:
         """Write the launches so far and the progress of each, in the format of torch's flight recorder.
 
-        The watchdog does so before it ends an entry, where ``TORCH_FR_DUMP_TEMP_FILE`` or
-        ``TORCH_NCCL_DEBUG_INFO_TEMP_FILE`` says where.
-
-        Args:
-            prefix: of the file's name, the rank follows; by default, that of the variables.
-
-        Returns:
-            The file; None where nothing says where.
+        The file has the name ``<prefix><rank>``, with the ``prefix`` by default from ``TORCH_FR_DUMP_TEMP_FILE`` or
+        ``TORCH_NCCL_DEBUG_INFO_TEMP_FILE``; None without any. The watchdog writes it before it ends an entry.
         """
         with self._lock:
             moments = list(self.timeline)
@@ -205,8 +205,7 @@ class FakeDevice:
     def late(self, *, patience: float = PATIENCE_SECONDS) -> Iterator[LateRun]:
         """Run operations of this thread late inside the block; see `pipegrid.fake_nccl.virtual_streams.late`.
 
-        Args:
-            patience: seconds without an operation, a wait or a poll by the host after which the device goes on.
+        After ``patience`` seconds without an operation, a wait or a poll by the host the device goes on.
         """
         waits_hold, self.waits_hold = self.waits_hold, False
         try:
@@ -244,12 +243,8 @@ class FakeDevice:
     def unfinished(self, group: str | None = None) -> list[QueueEntry]:
         """Launched entries that have not ended, of one group or all, in launch order."""
         with self._lock:
-            entries = [
-                entry
-                for name, entries in self._open.items()
-                for entry in entries
-                if group in (None, name) and not entry.ended.is_set()
-            ]
+            known = self._open.values() if group is None else [self._open.get(group, [])]
+            entries = [entry for entries in known for entry in entries if not entry.ended.is_set()]
         return sorted(entries, key=lambda entry: entry.launch.number)
 
     def drain(self, group: str | None = None) -> None:
@@ -260,43 +255,60 @@ class FakeDevice:
 
     def abort(self, groups: Sequence[str], error: Exception) -> None:
         """End the entries of ``groups`` with ``error``, then `drain`."""
-        with ExitStack() as aborts:
-            for group in groups:
-                aborts.enter_context(self._frees.abort(group))
+        self._aborted.update(groups)
+        self._draining += groups
+        try:
             stuck = [entry for entry in self.unfinished() if entry.launch.group in groups]
-            self._cancel_all(stuck, {entry.launch.group for entry in stuck if entry.started}, error)
+            self._cancel(stuck, {entry.launch.group for entry in stuck if entry.started}, error)
+            self.drain()
+        finally:
+            for group in groups:
+                self._draining.remove(group)
 
     def shut_down(self, group: str, *, alone: bool = False) -> None:
         """Free a group, whose entries should have ended: `drain` the device, or the group ``alone``."""
-        self._frees.require_idle(group)
+        left = () if group in self._aborted else self.unfinished(group)
+        if left:
+            self._misuse(f"group {group} was destroyed with {left[0]} under way; drain or abort it first")
         self.drain(group if alone else None)
 
     def close(self) -> None:
         """End every entry and every thread. For the end of a test."""
         self.closing.set()
-        error = RuntimeError("the test ended")
         # Sends that ended before their receives were posted may still be on their way.
         groups = set(self._cuts) if self.eager_bytes else {entry.launch.group for entry in self.unfinished()}
-        self._cancel_all(self.unfinished(), groups, error)
+        self._cancel(self.unfinished(), groups, RuntimeError("the test ended"))
+        self.drain()
         self._closed.set()
         self._lines.close()
         self.watchdog.store = None
         self._cuts.clear()  # they hold the groups, and this device is held until the next one is registered
 
+    def _require_pollable(self) -> None:
+        """Note a poll during an abort that waits for an entry of a group whose own abort has not started."""
+        draining = list(self._draining)
+        running = [one for one in self.unfinished() if one.started] if draining else ()
+        left = [one for one in running if not one.cancelled.is_set() and one.launch.group not in self._aborted]
+        if left:
+            self._misuse(
+                f"thread {threading.current_thread().name} polled the device while the abort of group {draining[0]} "
+                f"waited for {left[0]}, whose abort had not started"
+            )
+
+    def _misuse(self, text: str) -> None:
+        if len(self.violations) < _MOST_VIOLATIONS:
+            self.violations.append(text)
+
     def _note(self, what: What, of: LaunchRecord | Mark) -> None:
         self.timeline.append(Moment(what, of))
 
-    def _cancel_all(self, entries: Sequence[QueueEntry], groups: Iterable[str], error: Exception) -> None:
+    def _cancel(self, entries: Iterable[QueueEntry], groups: Iterable[str], error: Exception) -> None:
+        """End ``entries`` with ``error``, whatever they wait for; those of ``groups`` may wait for a peer."""
         for entry in entries:
-            self._cancel(entry, error)
+            entry.cancel(error)
+            self._lines.advance(self._line(entry.launch.group))
         for group in groups:
             self._cuts[group]()
-        self.drain()
-
-    def _cancel(self, entry: QueueEntry, error: Exception) -> None:
-        """End an entry with ``error``, whatever it waits for."""
-        entry.cancel(error)
-        self._lines.advance(self._line(entry.launch.group))
 
     def _line(self, group: str) -> str:
         return "serial" if self.serial else group
@@ -327,16 +339,11 @@ class FakeDevice:
                     self.watchdog.note(entry)
             entry.cancelled.wait()
         finally:
-            entry.run = _nothing  # holds tensors
+            entry.run = nothing  # it held tensors
 
     def _watch(self) -> None:
         while not self._closed.wait(_WATCHDOG_SECONDS):
             self.watchdog.look()
 
     def _end_old(self, entry: QueueEntry, error: Exception) -> None:
-        self._cancel(entry, error)
-        self._cuts[entry.launch.group]()
-
-
-def _nothing() -> None:
-    """Do nothing: an entry that has run has no work left."""
+        self._cancel([entry], [entry.launch.group], error)

@@ -14,13 +14,53 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from attrs import define, field
+from attrs import define, field, frozen
 
 from pipegrid.fake_nccl.entries import QueueEntry
-from pipegrid.fake_nccl.rules import LegacyRules
 
 DUMP_KEY = "exception_dump"
 _LOOK_SECONDS = 1.0  # between two looks into the store
+
+
+@frozen
+class LegacyRules:
+    """Settings of the watchdog and the heartbeat monitor of ``nccl-legacy``.
+
+    Each end of the process fails the test.
+
+    Attributes:
+        grace: seconds from the error of an entry to the end of the process, unless its group was aborted by then.
+        handling: ``TORCH_NCCL_ASYNC_ERROR_HANDLING``; with 0 an error ends nothing.
+        dump_grace: seconds from a look that finds the key ``exception_dump`` in the store, which the watchdog sets at
+            an error (of an earlier attempt of the job as well), to the end of the process.
+
+    Examples:
+        >>> LegacyRules(handling=0).grace
+        60.0
+    """
+
+    grace: float = 60.0
+    handling: int = 3
+    dump_grace: float = 480.0
+
+
+@frozen
+class Nccl2Rules:
+    """Settings of the watchdog of nccl2 and nccl-lazy, whose rules `Nccl2Group` has.
+
+    Attributes:
+        tick: seconds between its looks.
+        grace: seconds from a look that sees an error to the end of the process.
+        handling: ``TORCH_NCCL_ASYNC_ERROR_HANDLING``; with 0 it ends nothing.
+
+    Examples:
+        >>> FakeDevice(nccl2=Nccl2Rules(tick=0.1)).nccl2.tick
+        0.1
+    """
+
+    tick: float = 1.0
+    grace: float = 15.0
+    handling: int = 3
 
 
 @define(eq=False)
@@ -29,21 +69,21 @@ class Watchdog:
 
     Attributes:
         unfinished: launched entries that have not ended.
-        is_aborted: whether the abort of a group has begun.
+        aborted: the groups whose abort has begun.
         end: ends an entry with an error.
+        dump: writes the flight recorder's file; called before an entry is ended.
         violations: the list to which broken rules are added.
         rules: of ``nccl-legacy``; None where each group has a watchdog of its own, as in nccl2.
-        dump: writes the flight recorder's file; called before an entry is ended.
         store: of the job, below all prefixes; None where the monitor has none to look into.
     """
 
     unfinished: Callable[[], Sequence[QueueEntry]]
-    is_aborted: Callable[[str], bool]
+    aborted: set[str]
     end: Callable[[QueueEntry, Exception], None]
+    dump: Callable[[], object]
     violations: list[str]
     rules: LegacyRules | None
     store: Any = None
-    dump: Callable[[], object] = lambda: None
     _failed: dict[str, tuple[float, str]] = field(factory=dict, init=False)  # by group: when, and what
     _looked: float = field(default=0.0, init=False)
     _found: float | None = field(default=None, init=False)
@@ -60,6 +100,7 @@ class Watchdog:
                 self.end(entry, RuntimeError(text))
         if self.rules is not None:
             self._end_process(now, self.rules)
+        if self.rules is not None and self.store is not None:
             self._monitor(now, self.rules)
 
     def note(self, entry: QueueEntry) -> None:
@@ -70,10 +111,10 @@ class Watchdog:
 
     def _end_process(self, now: float, rules: LegacyRules) -> None:
         for group, (since, what) in list(self._failed.items()):
-            if self.is_aborted(group):
+            aborted = group in self.aborted
+            if aborted or now - since > rules.grace:
                 del self._failed[group]
-            elif now - since > rules.grace:
-                del self._failed[group]
+            if not aborted and now - since > rules.grace:
                 self.violations.append(
                     f"the process was ended by torch's watchdog: {what} failed, and its group was not aborted within "
                     f"{rules.grace:g} s"
@@ -85,8 +126,6 @@ class Watchdog:
                 self.store.set(DUMP_KEY, "1")
 
     def _monitor(self, now: float, rules: LegacyRules) -> None:
-        if self.store is None:
-            return
         if self._found is None and now - self._looked >= _LOOK_SECONDS:
             self._looked = now
             with contextlib.suppress(RuntimeError):

@@ -19,19 +19,10 @@ from torch import Tensor
 
 from pipegrid.fake_nccl.device import FakeDevice
 from pipegrid.fake_nccl.entries import QueueEntry, TransferRecord
-from pipegrid.fake_nccl.groups.ending import Ending
-from pipegrid.fake_nccl.groups.meeting import Meeting, global_ranks
-from pipegrid.fake_nccl.groups.splits import split_source
-from pipegrid.fake_nccl.groups.transfers import (
-    BACKEND,
-    NEVER,
-    Freeable,
-    HiddenGroup,
-    PostedTransfer,
-    make_unreadable,
-)
+from pipegrid.fake_nccl.groups.meeting import Ending, Meeting, global_ranks
+from pipegrid.fake_nccl.groups.transfers import BACKEND, NEVER, Freeable, HiddenGroup, PostedTransfer, make_unreadable
 from pipegrid.fake_nccl.groups.work import FakeWork
-from pipegrid.fake_nccl.torch_compat import GroupBase, tree_leaves, tree_map
+from pipegrid.fake_nccl.torch_compat import SPLITS_BACKENDS, BackendBase, GroupBase, tree_leaves, tree_map
 
 # Collectives whose first argument is written and never read.
 _WRITES_FIRST = frozenset(
@@ -64,8 +55,7 @@ class FakeGroup(GroupBase):  # type: ignore[misc]
 
     def __init__(self, device: FakeDevice, options: Any, chosen: Any = None) -> None:
         super().__init__(options.group_rank, options.group_size)
-        self.device = device
-        self.options = chosen
+        self.device, self.options = device, chosen
         self._name: str = options.group_id
         self._end = Ending(self._name, options, device)
         self.timeout: float = options.timeout.total_seconds()
@@ -267,9 +257,8 @@ class FakeGroup(GroupBase):  # type: ignore[misc]
         self._meeting(f"split {self._splits}").connect(seconds, ", to split this group for a new one")
 
     def _get_backend(self, device: Any) -> Any:
-        if torch.device(device).index is None:
-            return self
-        return split_source(self)  # only splits ask by the device that a group is bound to
+        # Only splits ask by the device that a group is bound to.
+        return SplitSource(self) if SPLITS_BACKENDS and torch.device(device).index is not None else self
 
     def _set_default_timeout(self, timeout: timedelta) -> None:
         self.timeout = timeout.total_seconds()
@@ -284,6 +273,27 @@ class FakeGroup(GroupBase):  # type: ignore[misc]
     def group_name(self) -> str:
         """The group's name, the same on all members."""
         return self._name
+
+
+class SplitSource(BackendBase):  # type: ignore[misc]  # torch's stubs have no such class
+    """A backend around a group: torch 2.15 splits backends, and the groups of the fake are process groups."""
+
+    def __init__(self, group: Any) -> None:
+        super().__init__(group.rank(), group.size())
+        self._group = group
+
+    @property
+    def supports_splitting(self) -> bool:
+        """Whether new groups are split from this one."""
+        return bool(self._group.supports_splitting)
+
+    def perform_nocolor_split(self, device: Any) -> None:
+        """Take part in a split as a rank that the new group leaves out."""
+        self._group.perform_nocolor_split(device)
+
+    def eager_connect_single_device(self, device: Any) -> None:
+        """Connect before the first use."""
+        self._group.eager_connect_single_device(device)
 
 
 def _forward(name: str) -> Callable[..., FakeWork]:

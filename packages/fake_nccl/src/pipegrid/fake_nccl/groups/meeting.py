@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
+
+from pipegrid.fake_nccl.device import FakeDevice
 
 _LOOK_SECONDS = 0.002
 
@@ -17,12 +21,7 @@ def global_ranks(options: Any) -> list[int]:
 
 
 class Meeting:
-    """One barrier of all members of a group.
-
-    Args:
-        point: its name, such as ``connect``.
-        options: of the group, as torch gives them to a backend.
-    """
+    """One barrier of all members of a group with those ``options``, as torch gives them; ``point`` is its name."""
 
     def __init__(self, point: str, options: Any) -> None:
         self._name, self._here = options.group_id, options.group_rank
@@ -49,10 +48,7 @@ class Meeting:
     def connect(self, seconds: float, how: str = "") -> None:
         """Arrive, and wait for the others as a communicator's creation does, for ``seconds`` at most.
 
-        ``how`` they connect, at the end of the error's text.
-
-        Raises:
-            DistBackendError: some did not arrive.
+        Else `DistBackendError`, whose text ends with ``how`` they connect.
         """
         end = time.monotonic() + seconds  # of a clock that a test may move
         if not self.wait(lambda: time.monotonic() > end):
@@ -61,3 +57,35 @@ class Meeting:
                 f"rank {self._ranks[self._here]}, group {self._name}: ranks {missing} did not come to connect within "
                 f"{seconds:g} s{how}"
             )
+
+
+class Ending:
+    """The end of one rank's communicator of a group.
+
+    ``ncclCommDestroy`` may wait for the members on its node, without a deadline; here it always does, until each has
+    begun a destroy or an abort. ``ncclCommAbort`` from another thread ends that wait; after it, the communicator's
+    memory is free, and an abort a violation.
+    """
+
+    def __init__(self, name: str, options: Any, device: FakeDevice) -> None:
+        self._name, self._device = name, device
+        self._meeting = Meeting("end", options)
+        self._aborted = threading.Event()
+        self._destroyed = False
+
+    def meet(self) -> None:
+        """Wait until all members destroy the group, or an abort, or the end of the test."""
+        with contextlib.suppress(RuntimeError):  # the process that hosts the store has left, with all others here
+            if not self._meeting.wait(lambda: self._aborted.is_set() or self._device.closed):
+                return
+        self._destroyed = True
+
+    def abort(self) -> None:
+        """Note an abort."""
+        if self._destroyed:
+            self._device.violations.append(
+                f"abort() of group {self._name} after its destroy; ncclCommAbort would free its communicator twice"
+            )
+        self._aborted.set()
+        with contextlib.suppress(RuntimeError):  # the store is gone
+            self._meeting.come()

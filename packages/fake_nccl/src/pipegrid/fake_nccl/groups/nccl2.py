@@ -14,13 +14,12 @@ import torch
 from torch import Tensor
 
 from pipegrid.fake_nccl.device import FakeDevice
-from pipegrid.fake_nccl.elapsed import comes
 from pipegrid.fake_nccl.entries import QueueEntry
 from pipegrid.fake_nccl.groups.group import FakeGroup
 from pipegrid.fake_nccl.groups.transfers import Freeable
-from pipegrid.fake_nccl.groups.work import FakeWork
-from pipegrid.fake_nccl.rules import Nccl2Rules
+from pipegrid.fake_nccl.groups.work import FakeWork, comes
 from pipegrid.fake_nccl.torch_compat import BOUND_KIND, WorkBase
+from pipegrid.fake_nccl.watchdog import Nccl2Rules
 
 
 class Nccl2Work(FakeWork):
@@ -129,13 +128,13 @@ class Nccl2Group(FakeGroup):
 
     def send(self, tensors: Sequence[Tensor], peer: int, tag: int = 0) -> Any:
         """Launch a send, or add it to the batch: then the work is complete at once."""
-        return super().send(tensors, peer, tag) or self._complete()
+        return super().send(tensors, peer, tag) or CompleteWork()
 
     def recv(self, tensors: Sequence[Tensor], peer: int, tag: int = 0) -> Any:
         """Launch a receive, whose work holds the tensors, or add it to the batch: then the work is complete at once."""
         work = super().recv(tensors, peer, tag)
         if work is None:
-            return self._complete()
+            return CompleteWork()
         work.held = tensors
         return work
 
@@ -143,10 +142,7 @@ class Nccl2Group(FakeGroup):
         return Freeable(tensor)
 
     def _end_coalescing(self, device: Any = None) -> Any:
-        return super()._end_coalescing(device) or self._complete()
-
-    def _complete(self) -> CompleteWork:
-        return CompleteWork()
+        return super()._end_coalescing(device) or CompleteWork()
 
     def _collective(self, name: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> FakeWork:
         work = super()._collective(name, arguments, options)

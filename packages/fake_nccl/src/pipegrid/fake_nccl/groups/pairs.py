@@ -19,6 +19,7 @@ from torch import Tensor
 from pipegrid.fake_nccl.device import FakeDevice
 from pipegrid.fake_nccl.groups.group import FakeGroup
 from pipegrid.fake_nccl.groups.meeting import global_ranks
+from pipegrid.fake_nccl.groups.nccl2 import Nccl2Group
 
 
 @frozen(kw_only=True)
@@ -34,12 +35,7 @@ class _PairOptions:
 
 
 class PairsGroup(FakeGroup):
-    """A group with a communicator for each pair of its ranks that exchanges lone messages.
-
-    Attributes:
-        pairs: by peer, those made so far.
-        pair_class: their class.
-    """
+    """A group with a communicator for each pair of its ranks that exchanges lone messages: ``pairs``, by peer."""
 
     pair_class: ClassVar[type[FakeGroup]] = FakeGroup
 
@@ -133,3 +129,39 @@ class LegacyGroup(PairsGroup):
 
     def _aborted_together(self) -> list[FakeGroup]:
         return [self, *self.pairs.values()]
+
+
+class LazyGroup(PairsGroup, Nccl2Group):
+    """A group of the backend ``fake_nccl`` by the rules of nccl-lazy, where they differ from `Nccl2Group`'s.
+
+    Batches and collectives are on the group's own communicator (the primary), lone messages on one of their pair, each
+    with a stream of its own.
+
+    - A pair connects at its first lone message: the host waits until the peer has one, for the group's timeout at
+      most; the error names the ranks that did not connect.
+    - A batch never matches a lone message, and a lone message may overtake the batch before it.
+    - `abort` waits for lone messages under way, since the primary goes first.
+    - The name of a pair's communicator counts the pairs of those two *ranks in their groups*, of all groups of the
+      process. Ranks with different numbers of such groups look for different names, and both wait until the timeout.
+
+    Examples:
+        >>> import torch, torch.distributed as dist
+        >>> device = FakeDevice(nccl2=Nccl2Rules(), lazy=True)
+        >>> dist.init_process_group(register(device), store=dist.HashStore(), rank=0, world_size=1)
+        >>> type(dist.group.WORLD._get_backend(torch.device("cpu"))).__name__
+        'LazyGroup'
+        >>> device.close()
+    """
+
+    pair_class: ClassVar[type[FakeGroup]] = Nccl2Group
+
+    def abort(self) -> None:
+        """Abort the primary, then each pair: a primary's abort waits for a lone message that is under way."""
+        super().abort()
+        for pair in self.pairs.values():
+            pair.abort()
+
+    def _pair_name(self, both: tuple[int, int]) -> str:
+        attempts = self.device.pair_attempts
+        attempts[both] += 1
+        return f"{super()._pair_name(both)}/{attempts[both] - 1}"

@@ -59,12 +59,9 @@ class PostedTransfer:
 
 
 class HiddenGroup:
-    """The gloo group that moves the data of one communicator.
+    """The gloo group that moves the data of one communicator, of members with these global ``ranks``.
 
-    Args:
-        options: of the communicator's group, as torch gives them to a backend.
-        ranks: the members' global ranks.
-        device: that the communicator's entries are launched on.
+    ``options``: of the communicator's group, as torch gives them to a backend.
     """
 
     def __init__(self, options: Any, ranks: Sequence[int], device: FakeDevice) -> None:
@@ -92,7 +89,14 @@ class HiddenGroup:
         kinds, others = self._move(transfers)
         for transfer, kind, other in zip(transfers, kinds, others, strict=True):
             if not torch.equal(kind, other):
-                raise self._mismatch(transfer, _text(kind), _text(other))
+                verb, match = ("sends", "receives") if transfer.sending else ("receives", "sends")
+                text = (
+                    f"rank {self._ranks[self._here]} {verb} {_text(kind)} in group {self._name} where "
+                    f"rank {self._ranks[transfer.peer]} {match} {_text(other)}; "
+                    "NCCL compares neither, and hangs or moves a part"
+                )
+                self._violations.append(text)
+                raise MismatchError(text)
         for transfer in transfers:
             there = transfer.memory
             if there is None:
@@ -102,7 +106,7 @@ class HiddenGroup:
                 )
             elif not transfer.sending:
                 there.detach().copy_(transfer.copy)
-            elif not _same_bytes(there, transfer.copy):
+            elif not torch.equal(_bytes(there), _bytes(transfer.copy)):
                 self._violations.append(
                     f"a send of {there.nbytes} bytes to rank {self._ranks[transfer.peer]} in group "
                     f"{self._name}: its tensor was written to between the call and the end of the transfer"
@@ -124,7 +128,11 @@ class HiddenGroup:
         for transfer, kind, other, works in zip(transfers, kinds, others, posted, strict=True):
             if not transfer.sending:
                 works.pop().wait(NEVER)
-                there = transfer.copy if torch.equal(kind, other) else torch.empty(_nbytes(other), dtype=torch.uint8)
+                there = (
+                    transfer.copy
+                    if torch.equal(kind, other)
+                    else torch.empty(int(_text(other).split()[0]), dtype=torch.uint8)
+                )
                 hidden.recv([there], transfer.peer, _DATA).wait(NEVER)
                 works.append(hidden.send([kind], transfer.peer, _ANSWER))
         for index, (transfer, works) in enumerate(zip(transfers, posted, strict=True)):
@@ -173,15 +181,6 @@ class HiddenGroup:
 
         threading.Thread(target=wait, name="fake eager send", daemon=True).start()
 
-    def _mismatch(self, transfer: PostedTransfer, here: str, there: str) -> MismatchError:
-        verb, other = ("sends", "receives") if transfer.sending else ("receives", "sends")
-        text = (
-            f"rank {self._ranks[self._here]} {verb} {here} in group {self._name} where rank "
-            f"{self._ranks[transfer.peer]} {other} {there}; NCCL compares neither, and hangs or moves a part"
-        )
-        self._violations.append(text)
-        return MismatchError(text)
-
     def cut(self) -> None:
         """Close the connections: a gloo wait that times out does, at both ends."""
         self._cut.set()
@@ -220,10 +219,5 @@ def _text(kind: Tensor) -> str:
     return bytes(kind.tolist()).decode().strip()
 
 
-def _nbytes(kind: Tensor) -> int:
-    return int(_text(kind).split()[0])
-
-
-def _same_bytes(tensor: Tensor, other: Tensor) -> bool:
-    here, there = tensor.detach().contiguous(), other.contiguous()
-    return torch.equal(here.reshape(-1).view(torch.uint8), there.reshape(-1).view(torch.uint8))
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)

@@ -12,7 +12,9 @@ of the stream that it was allocated on, so that a later use on another stream fi
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,10 +22,39 @@ from attrs import define, field, frozen
 from torch import Tensor
 
 from pipegrid.fake_nccl.torch_compat import tree_leaves, tree_map
-from pipegrid.fake_nccl.virtual_streams.host_syncs import HostSync
 from pipegrid.fake_nccl.virtual_streams.player import Player, Signal
 
-_UNREAD_BYTE = 0xFF
+UNREAD_BYTE = 0xFF
+_NOT_THE_CALLER = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+
+
+@frozen
+class HostSync:
+    """A point at which the host would wait for the GPU.
+
+    Attributes:
+        what: the call.
+        where: its source line, ``file:line``.
+        stack: the lines of its callers, the innermost first.
+
+    Examples:
+        >>> str(HostSync("aten::item", "train.py:12"))
+        'aten::item at train.py:12'
+    """
+
+    what: str
+    where: str
+    stack: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.what} at {self.where}"
+
+
+def caller() -> tuple[str, tuple[str, ...]]:
+    """The innermost source line that is neither torch's nor this package's, and all such lines from it outwards."""
+    frames = [each for each in traceback.extract_stack() if not each.filename.startswith(_NOT_THE_CALLER)]
+    stack = tuple(f"{frame.filename}:{frame.lineno} in {frame.name}" for frame in reversed(frames))
+    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "", stack
 
 
 @define(eq=False)
@@ -87,52 +118,16 @@ class LateRun:
             self.live_bytes -= nbytes
 
 
-def new_block(nbytes: int) -> Tensor:
-    """Device memory that holds no values."""
-    return torch.full((nbytes,), _UNREAD_BYTE, dtype=torch.uint8)
-
-
-def copy_of(storage: torch.UntypedStorage) -> Tensor:
-    """Device memory with the values of a storage on the host."""
-    return torch.empty(0, dtype=torch.uint8).set_(storage).clone()
-
-
-def seen_through(tensor: Tensor, block: Tensor) -> Tensor:
-    """The part of device memory that is behind a tensor."""
-    plain: Any = torch.empty(0, dtype=tensor.dtype)
-    shape, strides = tensor.size(), tensor.stride()
-    behind: Tensor = plain.set_(block.untyped_storage(), tensor.storage_offset(), shape, strides)
-    return behind
-
-
-def make_unreadable(block: Tensor) -> None:
-    """Overwrite device memory."""
-    block.fill_(_UNREAD_BYTE)
-
-
-def without_values(like: _TensorShape) -> Tensor:
-    """A tensor of that shape and those strides whose values are not on the host."""
-    tensor = torch.empty_strided(like.size, like.strides, dtype=like.dtype)
-    torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).fill_(_UNREAD_BYTE)
-    return tensor
-
-
 def results_of(operation: Any, args: Any, kwargs: dict[str, Any], known: dict[Any, Any]) -> Any:
     """The results of a call, without values: an argument that it returns, or new tensors.
 
-    The shapes are those that the operation gives of zeros. (Of meta tensors it would give the same, but the first use
-    of those takes seconds in every process.)
-
-    Args:
-        operation: the operation that torch dispatches.
-        args: its arguments.
-        kwargs: its arguments by name.
-        known: shapes of the results of earlier calls.
+    The shapes are those that the operation gives of zeros, or ``known`` from earlier calls. (Of meta tensors it would
+    give the same, but the first use of those takes seconds in every process.)
     """
     given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     key = (operation, repr(tree_map(_shape_of, (args, kwargs))))
     if key not in known:
-        zeros: dict[int, Tensor] = {id(tensor): torch.zeros_like(tensor) for tensor in given}
+        zeros = {id(tensor): torch.zeros_like(tensor) for tensor in given}
         places = {id(zeros[id(tensor)]): _Argument(place) for place, tensor in enumerate(given)}
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             zero_args, zero_kwargs = tree_map(lambda each: zeros.get(id(each), each), (args, kwargs))
@@ -142,7 +137,11 @@ def results_of(operation: Any, args: Any, kwargs: dict[str, Any], known: dict[An
     def result_of(found: Any) -> Any:
         if isinstance(found, _Argument):
             return given[found.place]
-        return without_values(found) if isinstance(found, _TensorShape) else found
+        if not isinstance(found, _TensorShape):
+            return found
+        tensor = torch.empty_strided(found.size, found.strides, dtype=found.dtype)
+        torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).fill_(UNREAD_BYTE)
+        return tensor
 
     return tree_map(result_of, known[key])
 

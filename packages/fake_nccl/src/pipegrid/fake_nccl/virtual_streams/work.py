@@ -4,21 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from pipegrid.fake_nccl.torch_compat import WeakStorage, is_empty, living, name_of, tensors_in, tree_map
-from pipegrid.fake_nccl.virtual_streams.late import (
-    LateRun,
-    computation,
-    copy_of,
-    make_unreadable,
-    new_block,
-    results_of,
-    seen_through,
-)
+from pipegrid.fake_nccl.virtual_streams.late import UNREAD_BYTE, computation, results_of
 from pipegrid.fake_nccl.virtual_streams.memory import Access, Clock, StorageUse, extent, merge
 from pipegrid.fake_nccl.virtual_streams.player import DONE, Signal
 from pipegrid.fake_nccl.virtual_streams.virtual import Order, VirtualStream
@@ -28,11 +21,7 @@ _FREES = 0  # on a late device: the stream of nothing else, as no stream waits f
 
 
 class StreamWork(Order):
-    """The work on the streams of one fake GPU, and the memory that it touches.
-
-    Args:
-        violations: the list to which races are added.
-    """
+    """The work on the streams of one fake GPU, and the memory that it touches; races are added to ``violations``."""
 
     def __init__(self, violations: list[str]) -> None:
         super().__init__()
@@ -61,7 +50,7 @@ class StreamWork(Order):
             memory = self._memory(tensor)
             if self.late is not None and memory.block is None:
                 memory.nbytes = tensor.untyped_storage().nbytes()
-                memory.block = new_block(memory.nbytes)
+                memory.block = torch.full((memory.nbytes,), UNREAD_BYTE, dtype=torch.uint8)
                 self.late.grow(memory.nbytes)
 
     def keep(self, stream: VirtualStream, clock: Clock) -> None:
@@ -79,17 +68,15 @@ class StreamWork(Order):
         with self.lock:
             memory = self._memory(tensor)
             if memory.block is None:  # made before: its values are on the host
-                memory.block = copy_of(tensor.untyped_storage())
-            return seen_through(tensor, memory.block)
+                memory.block = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).clone()
+            plain: Any = torch.empty(0, dtype=tensor.dtype)
+            place = tensor.storage_offset(), tensor.size(), tensor.stride()
+            return cast("Tensor", plain.set_(memory.block.untyped_storage(), *place))
 
     def compute(self, operation: Any, args: Any, kwargs: dict[str, Any], *, waits: bool) -> tuple[Any, Signal]:
         """The result of an operation, and its end; on a late device the values are there then.
 
-        Args:
-            operation: the operation that torch dispatches.
-            args: its arguments.
-            kwargs: its arguments by name.
-            waits: whether the host needs the values, and waits for them here.
+        ``waits``: whether the host needs the values, and waits for them here.
         """
         late = self.late
         if late is None or operation.namespace == "c10d":  # groups of the host have memory of the host
@@ -133,10 +120,9 @@ class StreamWork(Order):
 
     def _memory(self, tensor: Tensor) -> StorageUse:
         reference: Any = WeakStorage(tensor.untyped_storage())
-        memory = self._memories.get(reference.cdata)
-        if memory is None:
-            memory = self._memories[reference.cdata] = StorageUse(reference, self.current_stream().stream_id)
-        return memory
+        if reference.cdata not in self._memories:
+            self._memories[reference.cdata] = StorageUse(reference, self.current_stream().stream_id)
+        return self._memories[reference.cdata]
 
     def _touch(self, stream: VirtualStream, clock: Clock, tensor: Tensor, what: str, *, writes: bool) -> None:
         begin, end = extent(tensor)
@@ -171,8 +157,12 @@ class StreamWork(Order):
                             f"{self._names[access.stream]} may still use it: neither an event nor record_stream "
                             "orders the two"
                         )
-                if self.late is not None and memory.block is not None:
-                    self._free(self.late, memory, memory.block)
+                if self.late is not None and (block := memory.block) is not None:
+                    # Another tensor might have the memory by then.
+                    recorded = [self.late.player.put(stream) for stream in memory.recorded - {memory.home}]
+                    home = self.late.player.put(memory.home)
+                    self.late.player.put(_FREES, partial(block.fill_, UNREAD_BYTE), after=[home, *recorded])
+                    self.late.shrink(memory.nbytes, after=recorded)
 
     def forget(self) -> None:
         """Drop the record of host synchronisations, and of memory that was freed, unchecked."""
@@ -182,13 +172,6 @@ class StreamWork(Order):
                 del self._memories[key]
             accesses = (access for memory in self._memories.values() for access in memory.accesses)
             self._kept &= {(access.stream, access.tick) for access in accesses}
-
-    def _free(self, late: LateRun, memory: StorageUse, block: Tensor) -> None:
-        """Overwrite freed memory of a late device, which another tensor might have by then."""
-        recorded = [late.player.put(stream) for stream in memory.recorded - {memory.home}]
-        home = late.player.put(memory.home)
-        late.player.put(_FREES, lambda: make_unreadable(block), after=[home, *recorded])
-        late.shrink(memory.nbytes, after=recorded)
 
     def _race(self, text: str) -> None:
         self._races += 1

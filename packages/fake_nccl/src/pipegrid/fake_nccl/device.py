@@ -19,12 +19,14 @@ from __future__ import annotations
 
 import itertools
 import os
+import queue
 import threading
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from attrs import define, field
 from torch import Tensor
 
 from pipegrid.fake_nccl.entries import (
@@ -38,16 +40,23 @@ from pipegrid.fake_nccl.entries import (
     What,
 )
 from pipegrid.fake_nccl.flight_recorder import FakeFlightRecorder
-from pipegrid.fake_nccl.lines import Lines
 from pipegrid.fake_nccl.virtual_streams.late import LateRun
-from pipegrid.fake_nccl.virtual_streams.memory import Clock
 from pipegrid.fake_nccl.virtual_streams.player import DONE, PATIENCE_SECONDS
 from pipegrid.fake_nccl.virtual_streams.streams import Streams
-from pipegrid.fake_nccl.virtual_streams.virtual import VirtualStream, nothing
+from pipegrid.fake_nccl.virtual_streams.virtual import Clock, VirtualStream, nothing
 from pipegrid.fake_nccl.watchdog import LegacyRules, Nccl2Rules, Watchdog
 
 _WATCHDOG_SECONDS = 0.05
 _MOST_VIOLATIONS = 20
+
+
+@define(eq=False)
+class _Line:
+    """A stream: the entries that wait, the one under way, and the queue of the thread that plays it."""
+
+    waiting: deque[QueueEntry] = field(factory=deque)
+    playing: QueueEntry | None = None
+    thread: queue.SimpleQueue[QueueEntry | None] = field(factory=queue.SimpleQueue)
 
 
 class FakeDevice:
@@ -89,12 +98,7 @@ class FakeDevice:
     """
 
     def __init__(
-        self,
-        *,
-        serial: bool = False,
-        waits_hold: bool = True,
-        nccl2: Nccl2Rules | None = None,
-        lazy: bool = False,
+        self, *, serial: bool = False, waits_hold: bool = True, nccl2: Nccl2Rules | None = None, lazy: bool = False
     ) -> None:
         self.serial, self.waits_hold, self.nccl2, self.lazy = serial, waits_hold, nccl2, lazy
         self.pair_attempts: Counter[tuple[int, int]] = Counter()
@@ -110,8 +114,12 @@ class FakeDevice:
         self.streams = Streams(self.violations)
         self._aborted: set[str] = set()  # groups whose abort has begun
         self._draining: list[str] = []  # those whose abort has not returned
+
+        def end_old(entry: QueueEntry, error: Exception) -> None:
+            self._cancel([entry], [entry.launch.group], error)
+
         legacy = LegacyRules() if nccl2 is None else None
-        self.watchdog = Watchdog(self.unfinished, self._aborted, self._end_old, self.dump, self.violations, legacy)
+        self.watchdog = Watchdog(self.unfinished, self._aborted, end_old, self.dump, self.violations, legacy)
         self.streams.before_poll = self._require_pollable
         self.streams.before_compute = lambda: self.drain() if self.drains_at_compute else None
         self.streams.drain = self.drain
@@ -119,17 +127,22 @@ class FakeDevice:
         self._group_streams: dict[str, VirtualStream] = {}
         self._lock = self.streams.lock
         self._open: defaultdict[str, list[QueueEntry]] = defaultdict(list)
-        self._lines = Lines(self._lock, self._play, self._starts, self._ends, self._ended)
+        self._lines: dict[str, _Line] = {}  # by group, or one
+        self._threads: list[threading.Thread] = []
         self._cuts: dict[str, Callable[[], None]] = {}
 
     def add_group(self, group: str, cut: Callable[[], None], ranks: Sequence[int], here: int) -> None:
         """Make the stream of a group of ``ranks``; ``cut`` wakes an entry of the group that waits for a peer."""
         self.recorder.groups[group] = tuple(ranks), here
         if not self._cuts:
-            self._lines.start("fake watchdog", self._watch)
+            self._start("fake watchdog", self._watch)
         self._cuts[group] = cut
         self._group_streams[group] = self.streams.make_stream(f"NCCL's stream of group {group}")
-        self._lines.open(self._line(group))
+        name = "serial" if self.serial else group
+        with self._lock:
+            if name not in self._lines:
+                self._lines[name] = _Line()
+                self._start(f"fake stream {name}", self._play_all, self._lines[name])
 
     def dump(self, prefix: str | os.PathLike[str] | None = None) -> Path | None:
         """Write the launches so far and the progress of each, in the format of torch's flight recorder.
@@ -188,7 +201,9 @@ class FakeDevice:
             self._note("launched", launch)
             self.recorder.tell(launch.number, reads, writes, timeout)
             self._open[group].append(entry)
-            self._lines.append(self._line(group), entry)
+            line = self._line(group)
+            line.waiting.append(entry)
+            entry.after.when_done(lambda: self._advance(line))
         return entry
 
     def order(self, entry: QueueEntry, *, relies: bool = True) -> None:
@@ -280,7 +295,10 @@ class FakeDevice:
         self._cancel(self.unfinished(), groups, RuntimeError("the test ended"))
         self.drain()
         self._closed.set()
-        self._lines.close()
+        for line in self._lines.values():
+            line.thread.put(None)
+        for thread in self._threads:
+            thread.join()
         self.watchdog.store = None
         self._cuts.clear()  # they hold the groups, and this device is held until the next one is registered
 
@@ -306,26 +324,42 @@ class FakeDevice:
         """End ``entries`` with ``error``, whatever they wait for; those of ``groups`` may wait for a peer."""
         for entry in entries:
             entry.cancel(error)
-            self._lines.advance(self._line(entry.launch.group))
+            self._advance(self._line(entry.launch.group))
         for group in groups:
             self._cuts[group]()
 
-    def _line(self, group: str) -> str:
-        return "serial" if self.serial else group
+    def _line(self, group: str) -> _Line:
+        return self._lines["serial" if self.serial else group]
 
-    def _starts(self, entry: QueueEntry) -> None:
-        self._note("started", entry.launch)
+    def _start(self, name: str, target: Callable[..., None], *arguments: object) -> None:
+        self._threads.append(threading.Thread(target=target, args=arguments, name=name, daemon=True))
+        self._threads[-1].start()
 
-    def _ends(self, entry: QueueEntry) -> None:
-        self._open[entry.launch.group].remove(entry)
-        self._note("ended", entry.launch)
+    def _advance(self, line: _Line) -> None:
+        """Start the next entry of a stream, unless one is under way or the next one waits for other work."""
+        with self._lock:
+            if line.playing is None and line.waiting:
+                entry = line.waiting[0]
+                if entry.after.done or entry.cancelled.is_set():
+                    line.playing = line.waiting.popleft()
+                    entry.started = True
+                    self._note("started", entry.launch)
+                    line.thread.put(entry)
 
-    def _ended(self, entry: QueueEntry) -> None:
-        entry.end()
-        if self.streams.late is not None:
-            self.streams.late.player.end(entry.signal)
-        else:
-            entry.signal.end()
+    def _play_all(self, line: _Line) -> None:
+        while (entry := line.thread.get()) is not None:
+            self._play(entry)
+            with self._lock:
+                self._open[entry.launch.group].remove(entry)
+                self._note("ended", entry.launch)
+                line.playing = None
+                self._advance(line)  # before anything hears of the end, as on a GPU
+            entry.end()
+            if self.streams.late is not None:
+                self.streams.late.player.end(entry.signal)
+            else:
+                entry.signal.end()
+            del entry  # with its tensors, which the next one may be long in coming after
 
     def _play(self, entry: QueueEntry) -> None:
         if entry.cancelled.is_set():
@@ -344,6 +378,3 @@ class FakeDevice:
     def _watch(self) -> None:
         while not self._closed.wait(_WATCHDOG_SECONDS):
             self.watchdog.look()
-
-    def _end_old(self, entry: QueueEntry, error: Exception) -> None:
-        self._cancel([entry], [entry.launch.group], error)

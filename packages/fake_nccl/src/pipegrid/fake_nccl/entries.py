@@ -10,9 +10,8 @@ from typing import Literal, TypeAlias
 from attrs import define, field, frozen
 from torch import Tensor
 
-from pipegrid.fake_nccl.virtual_streams.memory import Clock
 from pipegrid.fake_nccl.virtual_streams.player import DONE, Signal
-from pipegrid.fake_nccl.virtual_streams.virtual import VirtualStream
+from pipegrid.fake_nccl.virtual_streams.virtual import Clock, VirtualStream
 
 What: TypeAlias = Literal["launched", "started", "ended", "awaited", "marked", "reached"]
 

@@ -57,11 +57,6 @@ class FakeFlightRecorder:
         """Drop what was kept."""
         self._told.clear()
 
-    @property
-    def rank(self) -> int:
-        """The global rank, from the groups so far; 0 without one."""
-        return next((ranks[here] for ranks, here in self.groups.values()), 0)
-
     def dump(self, moments: Sequence[Moment]) -> dict[str, Any]:
         """The dump of the ``moments`` on a device's timeline, as torch's flight recorder has it."""
         states: dict[int, str] = {}
@@ -77,10 +72,13 @@ class FakeFlightRecorder:
         return {"version": VERSION, "pg_config": groups, "pg_status": {}, "entries": entries}
 
     def write(self, moments: Sequence[Moment], prefix: str | os.PathLike[str] | None = None) -> Path | None:
-        """Write a file ``<prefix><rank>``, by default with `prefix`; where, or None without one."""
+        """Write a file ``<prefix><rank>``, by default with `prefix`; where, or None without one.
+
+        The rank is the global one, from the groups so far; 0 without one.
+        """
         if (name := self.prefix if prefix is None else os.fspath(prefix)) is None:
             return None
-        path = Path(f"{name}{self.rank}")
+        path = Path(f"{name}{next((ranks[here] for ranks, here in self.groups.values()), 0)}")
         path.write_bytes(pickle.dumps(self.dump(moments)))
         return path
 

@@ -1,10 +1,7 @@
 """The watchdog of a fake GPU, and the heartbeat monitor of its process; their time is that of the moved clock.
 
-- An entry that is older than its group's timeout is ended: a violation.
-- By the rules of ``nccl-legacy`` the error of an entry ends the process after a grace, unless its group was aborted by
-  then: a violation.
-- For both, ``nccl-legacy`` tells all ranks to dump by a key in the store, below all prefixes. The monitor of a process
-  that finds the key ends it minutes later, whoever left the key there: a violation.
+An entry that is older than its group's timeout is ended: a violation. By the rules of ``nccl-legacy`` that, and the
+error of an entry, set a key in the store, below all prefixes, which tells all ranks to dump: see `LegacyRules`.
 """
 
 from __future__ import annotations

@@ -76,16 +76,8 @@ def _even(arguments: Sequence[str]) -> None:
     parser.add_argument("--first", type=int, help="layers on the first rank")
     parser.add_argument("--last", type=int, help="layers on the last rank")
     options = parser.parse_args(arguments)
-    layout = even(
-        options.num_layers,
-        options.pp,
-        options.vpp,
-        account_for_embedding=options.account_for_embedding,
-        account_for_loss=options.account_for_loss,
-        first=options.first,
-        last=options.last,
-        grammar=_grammar(options.symbol),
-    )
+    names = ("num_layers", "pp", "vpp", "account_for_embedding", "account_for_loss", "first", "last")
+    layout = even(**{name: getattr(options, name) for name in names}, grammar=_grammar(options.symbol))
     _finish(options, layout, _report(options, layout))
 
 

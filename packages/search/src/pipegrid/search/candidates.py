@@ -28,9 +28,8 @@ from pipegrid.plans.plan import Action, ActionKind, Plan, as_placement, chain, c
 from pipegrid.plans.simulate import Costs, CostsError, GivenCosts, activation_sizes
 from pipegrid.plans.verify import as_limit
 from pipegrid.search.calls import RoutedProblem
-from pipegrid.search.found import Found, candidate
+from pipegrid.search.found import Found, candidate, hides
 from pipegrid.search.list_scheduler import list_schedule, policies
-from pipegrid.search.pairs import hides
 
 SPREAD = 29
 """A prime that divides no number of policies."""
@@ -78,9 +77,11 @@ def problems(
         raise PlanError(f"num_stages is {num_stages} and the graph has {graph.num_stages} stages")
     without = frozen_stages(graph, forward_only)
     limit = as_limit(memory_limit)
-    placements = _placements(num_positions, num_stages) if placement is None else [as_placement(placement)]
+    chosen: list[Iterable[int | Iterable[int]]] = [looped_placement(num_positions, num_stages)]
+    if num_stages == 2 * num_positions and num_positions > 1:
+        chosen.append(v_placement(num_positions))
     shapes = []
-    for places in placements:
+    for places in map(as_placement, chosen if placement is None else [placement]):
         rows = [()] * (1 + max((position for own in places for position in own), default=0))
         options: dict[str, Any] = {"graph": graph, "placement": places, "forward_only": without}
         empty = compute_plan(rows, num_microbatches=num_microbatches, **options)
@@ -89,10 +90,8 @@ def problems(
             Problem(graph, places, num_microbatches, own, activation_sizes(empty, own), limit, without, ahead)
         )
     for shape in shapes:
-        if shape.num_positions != num_positions:
-            raise PlanError(
-                f"{num_stages} stages lie on {shape.num_positions} positions; num_positions is {num_positions}"
-            )
+        if (count := shape.num_positions) != num_positions:
+            raise PlanError(f"{num_stages} stages lie on {count} positions; num_positions is {num_positions}")
     least = [shape.least_memory() for shape in shapes]
     fitting = [shape for shape, needed in zip(shapes, least, strict=True) if needed <= shape.room]
     if not fitting:
@@ -129,13 +128,6 @@ def with_kept(plan: Plan, costs: Costs) -> Costs:
     return evolve(costs, activation=sizes, input_release=shares, kept=0.0)
 
 
-def _placements(num_positions: int, num_stages: int) -> list[tuple[tuple[int, ...], ...]]:
-    found = [looped_placement(num_positions, num_stages)]
-    if num_stages == 2 * num_positions and num_positions > 1:
-        found.append(v_placement(num_positions))
-    return [as_placement(places) for places in found]
-
-
 def planned(problem: Problem, orders: Iterable[Entries], make: Callable[..., Action] = Action) -> Plan:
     """The plan of computes with these orders; ``make`` builds an action of an entry."""
     return compute_plan(
@@ -167,21 +159,17 @@ def named(problem: Problem) -> Iterator[Found]:
         modules = {problem.graph.module_of(stage)[0] for stage in problem.forward_only}
         options: dict[str, Any] = {"placement": problem.placement, "forward_only": sorted(modules)}
         plans.append(("multi_module_1f1b", multi_module_1f1b(problem.graph, problem.num_microbatches, **options)))
-        plans += _around(problem, options)
+        # The schedules that train the module with the loss, with the others around it, where they fit.
+        around = {name: name for name, known in SCHEDULES.items() if known.trains and not known.sliced}
+        around[ANY_GRAPH] = "seq1f1b"  # 1F1B where a microbatch is one slice; ANY_GRAPH has a rule for all modules
+        for origin, name in around.items():
+            with suppress(PlanError):
+                plans.append((origin, schedule_for(problem.graph, name, problem.num_microbatches, **options)))
     for name, plan in plans:
         if plan.placement == problem.placement:
             entry = candidate(name, with_skips(plan, problem.graph.skips), problem)
             if entry is not None:
                 yield entry
-
-
-def _around(problem: Problem, options: dict[str, Any]) -> Iterator[tuple[str, Plan]]:
-    """The schedules that train the module with the loss, with the others around it, where they fit."""
-    around = {name: name for name, known in SCHEDULES.items() if known.trains and not known.sliced}
-    around[ANY_GRAPH] = "seq1f1b"  # which is 1F1B where a microbatch is one slice; ANY_GRAPH has a rule for all modules
-    for origin, name in around.items():
-        with suppress(PlanError):
-            yield origin, schedule_for(problem.graph, name, problem.num_microbatches, **options)
 
 
 def listed(problem: Problem) -> Iterator[Found]:
@@ -196,13 +184,11 @@ def listed(problem: Problem) -> Iterator[Found]:
     for policy in tried:
         split = list(list_schedule(one_replica, policy).orders.values())
         for orders in (split, with_whole_backwards(split)):
-            key = tuple(map(tuple, orders))
-            if key in seen:
-                continue
-            seen.add(key)
-            entry = candidate("list", planned(problem, orders, make), problem)
-            if entry is not None:
-                yield entry
+            if (key := tuple(map(tuple, orders))) not in seen:
+                seen.add(key)
+                entry = candidate("list", planned(problem, orders, make), problem)
+                if entry is not None:
+                    yield entry
 
 
 def with_whole_backwards(orders: Iterable[Entries]) -> list[Entries]:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any
 
 from attrs import frozen
 
@@ -11,9 +14,9 @@ from pipegrid.core.tables import table, text_table
 from pipegrid.plans.errors import PlanError
 from pipegrid.plans.generators import SCHEDULES
 from pipegrid.plans.plan import Plan
-from pipegrid.plans.simulate import Costs, GivenCosts, OtherCutError, simulate, with_slack
+from pipegrid.plans.simulate import Costs, GivenCosts, OtherCutError, Simulation, simulate, with_slack
 from pipegrid.plans.verify import as_limit
-from pipegrid.search.pairs import hides
+from pipegrid.search.found import hides
 from pipegrid.search.search import greedy
 from pipegrid.timeline import amount, time_text
 
@@ -101,16 +104,16 @@ def compare(
         try:
             plans = (
                 _greedy(num_positions, num_microbatches, costs, memory_limit, {1, num_chunks, 2})
-                if name == "greedy"
+                if (schedule := SCHEDULES.get(name)) is None
                 else [
-                    SCHEDULES[name].plan(
+                    schedule.plan(
                         num_positions,
                         num_microbatches,
-                        num_chunks if SCHEDULES[name].chunks is None else None,
-                        num_slices=num_slices if SCHEDULES[name].sliced else None,
+                        num_chunks if schedule.chunks is None else None,
+                        num_slices=num_slices if schedule.sliced else None,
                         overlap=overlap,
                     )
-                    for overlap in ((False, True) if SCHEDULES[name].pairs and hides(costs) else (False,))
+                    for overlap in ((False, True) if schedule.pairs and hides(costs) else (False,))
                 ]
             )
             found = [_row(name, plan, costs, limit) for plan in plans]
@@ -131,27 +134,22 @@ def _greedy(
     num_positions: int, num_microbatches: int, costs: Costs, memory_limit: float | None, chunks: set[int]
 ) -> list[Plan]:
     plans = []
-    for number in sorted(chunks):
-        num_stages = num_positions * number
-        try:
-            plan = greedy(
-                costs.cut_into(num_stages, slices=num_positions),
-                memory_limit,
-                num_positions=num_positions,
-                num_microbatches=num_microbatches,
-                num_stages=num_stages,
-            )
-        except (PlanError, OtherCutError):  # nothing fits under the cap with this many chunks, or the costs do not
-            continue
-        plans.append(plan)
+    sizes: dict[str, Any] = {"num_positions": num_positions, "num_microbatches": num_microbatches}
+    for stages in (num_positions * number for number in sorted(chunks)):
+        with suppress(PlanError, OtherCutError):  # nothing fits under the cap in this many chunks, or the costs do not
+            cut = costs.cut_into(stages, slices=num_positions)
+            plans.append(greedy(cut, memory_limit, num_stages=stages, **sizes))
     return plans
 
 
+def played(plan: Plan, costs: Costs) -> Simulation:
+    """The plan with ``costs``, of which a number is that of a whole position."""
+    beside, edges = plan.stages_beside, plan.graph.stage_edges
+    return simulate(plan, costs.cut_into(plan.num_stages, slices=plan.num_positions, beside=beside, edges=edges))
+
+
 def _row(name: str, plan: Plan, costs: Costs, limit: float) -> Row:
-    cut = costs.cut_into(
-        plan.num_stages, slices=plan.num_positions, beside=plan.stages_beside, edges=plan.graph.stage_edges
-    )
-    simulation = simulate(plan, cut)
+    simulation = played(plan, costs)
     peak = simulation.peak()
     return Row(
         name,
@@ -190,7 +188,5 @@ def comparison_table(rows: Sequence[Row], *, unit: str = "", terminal: bool = Fa
         )
         for row in rows
     ]
-    right = range(1, len(HEADINGS))
-    if terminal:
-        return table(HEADINGS, cells, right=right, color=True) + "\n"
-    return text_table(HEADINGS, cells, right=right) + "\n"
+    drawn = partial(table, color=True) if terminal else text_table
+    return drawn(HEADINGS, cells, right=range(1, len(HEADINGS))) + "\n"

@@ -13,17 +13,15 @@ from attrs import define, evolve, field
 
 from pipegrid.testing.faults import Fault
 from pipegrid.testing.messages import (
-    AskStacks,
     Cleaned,
-    CleanUp,
     Exited,
     FaultFired,
     FaultPlanned,
     Finished,
     PositionReport,
     RunTest,
+    Sign,
     Stacks,
-    Started,
     Stopped,
 )
 from pipegrid.testing.pool import START_LIMIT, Pool, Worker
@@ -92,16 +90,6 @@ class RankRecord:
 
 
 @define(eq=False)
-class _Timed:
-    """A pending fault by time; ``resume`` ends a delay."""
-
-    at: float
-    record: RankRecord
-    fault: Fault
-    resume: bool = False
-
-
-@define(eq=False)
 class RankedRun:
     """Record of one test on its ranks: the result of `run_test`."""
 
@@ -124,13 +112,12 @@ def run_test(pool: Pool, test: RunTest) -> RankedRun:
         HostsError: the test needs two hosts, which this machine does not allow.
     """
     holders: list[Worker] = []
+    hosts = None
     if test.settings.hosts > 1:
         holder, hosts = pool.open_hosts(test.directory, test.settings.wire)
         holders.append(holder)
         test = evolve(test, server=(hosts.address, hosts.port))
-        workers = pool.take_on(hosts, test.settings.world_size)
-    else:
-        workers = pool.take(test.settings.world_size)
+    workers = pool.take(test.settings.world_size, hosts)
     run = RankedRun(test=test, records=[RankRecord(rank=rank, worker=worker) for rank, worker in enumerate(workers)])
     reusable: list[Worker] = []
     try:
@@ -157,7 +144,8 @@ class _Follower:
     pool: Pool
     run: RankedRun
     selector: selectors.BaseSelector
-    timed: list[_Timed] = field(factory=list)
+    # Pending faults by time: when, and whether that is the end of a delay.
+    timed: list[tuple[float, RankRecord, Fault, bool]] = field(factory=list)
 
     def to_the_end(self) -> None:
         """Follow the ranks until all have ended, or the deadline or the grace after a failure has passed."""
@@ -178,9 +166,9 @@ class _Follower:
                 self._take_stacks()
                 break
             self._fire_timed(now)
-            self._step(min([limit, *(timed.at for timed in self.timed)]) - now)
+            self._step(min([limit, *(at for at, *_ in self.timed)]) - now)
         run.seconds = time.monotonic() - (run.began or time.monotonic())
-        run.unfired += [timed.fault for timed in self.timed if not timed.resume]
+        run.unfired += [fault for _, _, fault, resumes in self.timed if not resumes]
 
     def clean_up(self) -> list[Worker]:
         """Have every rank destroy its groups after a test that passed; the workers that left nothing behind."""
@@ -188,7 +176,7 @@ class _Follower:
         if any(one.fault is not None or one.finished is None or one.finished.outcome != "passed" for one in records):
             return []
         for record in records:
-            self.tell(record, CleanUp())
+            self.tell(record, Sign.CLEAN_UP)
         alive = ProcessState.FINISHED
         self._wait(_CLEAN_LIMIT, lambda: any(one.cleaned is None and one.state is alive for one in records))
         return [record.worker for record in records if record.cleaned == ""]
@@ -197,7 +185,7 @@ class _Follower:
         """Ask every open rank for its stacks; ask by a signal where the interpreter does not answer."""
         asked = [record for record in self.run.records if record.open and not record.suspended]
         for record in asked:
-            self.tell(record, AskStacks())
+            self.tell(record, Sign.ASK_STACKS)
         self._wait(_STACKS_LIMIT, lambda: any(record.stacks is None and record.open for record in asked))
         mute = [record for record in asked if record.stacks is None and record.open]
         for record in mute:
@@ -250,11 +238,11 @@ class _Follower:
             match message:
                 case PositionReport():
                     record.position, record.position_at = message.text, time.monotonic()
-                case Started():
+                case Sign.STARTED:
                     record.state = ProcessState.RUNNING
                 case FaultPlanned():
                     at = time.monotonic() + (message.fault.after or 0.0)
-                    self.timed.append(_Timed(at, record, message.fault))
+                    self.timed.append((at, record, message.fault, False))
                 case FaultFired():
                     record.fault = message.fault
                 case Finished():
@@ -271,10 +259,10 @@ class _Follower:
             self._hear(record)
 
     def _fire_timed(self, now: float) -> None:
-        for timed in [timed for timed in self.timed if timed.at <= now]:
-            self.timed.remove(timed)
-            record, fault = timed.record, timed.fault
-            if timed.resume:
+        due = [timed for timed in self.timed if timed[0] <= now]
+        self.timed = [timed for timed in self.timed if timed[0] > now]
+        for _, record, fault, resumes in due:
+            if resumes:
                 self.pool.signal(record.worker, signal.SIGCONT)
             elif not record.open:
                 self.run.unfired.append(fault)
@@ -282,4 +270,4 @@ class _Follower:
                 record.fault = fault
                 self.pool.signal(record.worker, signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP)
                 if fault.seconds is not None:
-                    self.timed.append(_Timed(now + fault.seconds, record, fault, resume=True))
+                    self.timed.append((now + fault.seconds, record, fault, True))

@@ -1,7 +1,7 @@
 """Messages between the pytest process, its template and its workers.
 
-Every message is a frozen attrs class of plain data, pickled behind its length on a socket pair. No object of a test
-ever travels: a worker collects the test by itself, so parametrized values and fixtures need not be picklable.
+Every message is a `Sign`, or a frozen attrs class of plain data, pickled behind its length on a socket pair. No object
+of a test ever travels: a worker collects the test by itself, so parametrized values and fixtures need not be picklable.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import pickle
 import socket
 import struct
 import threading
+from enum import Enum
 
 from attrs import field, frozen
 
@@ -18,6 +19,15 @@ from pipegrid.testing.wire import Wire
 
 _HEADER = struct.Struct("!I")
 _READ = 1 << 16
+
+
+class Sign(Enum):
+    """Messages without data."""
+
+    READY = "from the template: torch and pytest are imported; forks are cheap from here on"
+    ASK_STACKS = "to a worker: a request for the stacks of every thread"
+    STARTED = "from a worker: the test is collected; the world is made next"
+    CLEAN_UP = "to a worker: every rank has ended the test; destroy what it left"
 
 
 @frozen
@@ -38,11 +48,6 @@ class SendSignal:
 
     pid: int
     signal: int
-
-
-@frozen
-class Ready:
-    """From the template: torch and pytest are imported; forks are cheap from here on."""
 
 
 @frozen
@@ -132,21 +137,6 @@ class RunTest:
 
 
 @frozen
-class AskStacks:
-    """To a worker: a request for the stacks of every thread."""
-
-
-@frozen
-class CleanUp:
-    """To a worker: every rank has ended the test; destroy what it left."""
-
-
-@frozen
-class Started:
-    """From a worker: the test is collected; the world is made next."""
-
-
-@frozen
 class PositionReport:
     """From a worker: the rank's position, as reported by the code under test."""
 
@@ -197,14 +187,14 @@ class Finished:
 
 @frozen
 class Cleaned:
-    """From a worker: the answer to `CleanUp`; ``left`` names what was left behind, and is empty where nothing was."""
+    """From a worker: the answer to ``CLEAN_UP``; ``left`` names what was left behind, empty where nothing was."""
 
     left: str
 
 
 @frozen
 class Stacks:
-    """From a worker: the answer to `AskStacks`."""
+    """From a worker: the answer to ``ASK_STACKS``."""
 
     text: str
 

@@ -30,8 +30,8 @@ from pipegrid.testing.messages import (
     HostsOpen,
     HostsRefused,
     OpenHosts,
-    Ready,
     SendSignal,
+    Sign,
     Stopped,
     frame,
 )
@@ -163,8 +163,10 @@ class Pool:
         (path / "shared").mkdir(parents=True)
         return path
 
-    def take(self, count: int) -> list[Worker]:
-        """``count`` idle workers, forked where there are too few."""
+    def take(self, count: int, hosts: HostsOpen | None = None) -> list[Worker]:
+        """``count`` idle workers, forked where there are too few; on two ``hosts``, half on each, for one test."""
+        if hosts is not None:
+            return [self._start_worker(Fork(host=hosts.processes[2 * place // count])) for place in range(count)]
         self.start()
         # An idle worker sends nothing; a readable socket is one that ended.
         ended = [worker for worker in self._idle if worker.channel.ready()[1]]
@@ -192,10 +194,6 @@ class Pool:
         ended = PoolError(f"the process that holds two hosts ended; it printed:\n{holder.new_output()}")
         self.discard([holder])
         raise HostsError(answer.text) if isinstance(answer, HostsRefused) else ended
-
-    def take_on(self, hosts: HostsOpen, count: int) -> list[Worker]:
-        """``count`` workers that live on two hosts, the first half on host a: for one test."""
-        return [self._start_worker(Fork(host=hosts.processes[2 * place // count])) for place in range(count)]
 
     def give_back(self, workers: list[Worker]) -> None:
         """Take ``workers``, whose test is over and cleaned up, for the next test."""
@@ -274,7 +272,7 @@ class Pool:
         self.start()
         template = self._started
         if not template.ready:
-            self._receive(Ready, template)
+            self._receive(Sign, template)  # that it is ready
             template.ready = True
         return template
 

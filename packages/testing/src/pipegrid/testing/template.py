@@ -24,7 +24,7 @@ from functools import partial
 from pathlib import Path
 
 from pipegrid.testing.hosts import join, serve_hosts
-from pipegrid.testing.messages import Channel, Exited, Fork, Forked, OpenHosts, Ready, SendSignal, Stopped
+from pipegrid.testing.messages import Channel, Exited, Fork, Forked, OpenHosts, SendSignal, Sign, Stopped
 
 _PR_SET_PDEATHSIG = 1
 
@@ -87,7 +87,7 @@ def _serve(channel: Channel, children: set[int], work: Callable[[Channel, int], 
     signal.set_wakeup_fd(wake_write.fileno(), warn_on_full_buffer=False)
     for number in (signal.SIGCHLD, signal.SIGTERM):
         signal.signal(number, lambda *_: None)
-    channel.send(Ready())
+    channel.send(Sign.READY)
     template = os.getpid()
     descriptors: list[int] = []
     while True:

@@ -52,12 +52,13 @@ class FakeGroup(GroupBase):  # type: ignore[misc]
 
     supports_coalescing = True
     supports_splitting = False
+    shuts_down_alone = False  # whether a shutdown waits for the group's entries alone
 
     def __init__(self, device: FakeDevice, options: Any, chosen: Any = None) -> None:
         super().__init__(options.group_rank, options.group_size)
         self.device, self.options = device, chosen
         self._name: str = options.group_id
-        self._end = Ending(self._name, options, device)
+        self._end = Ending(options, device)
         self.timeout: float = options.timeout.total_seconds()
         self.aborted = False
         # The devices that the group was connected to before its first use.
@@ -212,23 +213,20 @@ class FakeGroup(GroupBase):  # type: ignore[misc]
         for group in groups:
             group._end.abort()  # noqa: SLF001 (of the same class)
             group.aborted = True
-        names = [group._name for group in groups]  # noqa: SLF001
-        self.device.abort(names, dist.DistBackendError(f"group {self._name} was aborted"))
+        error = dist.DistBackendError(f"group {self._name} was aborted")
+        self.device.abort([group.group_name for group in groups], error)
 
     def _aborted_together(self) -> list[FakeGroup]:
         """The communicators that an abort of the group ends at the same time."""
         return [self]
 
     def shutdown(self) -> None:
-        """Wait for the whole device and for the other members; the group takes no entries from then on."""
+        """Wait for the whole device and the other members, but not after an abort; the group takes no more entries."""
         if not self.aborted:
-            self.device.shut_down(self._name)
-            self._meet_at_the_end()
+            self.device.shut_down(self._name, alone=self.shuts_down_alone)
+            if self._hidden is not None:
+                self._end.meet()
         self.aborted = True
-
-    def _meet_at_the_end(self) -> None:
-        if self._hidden is not None:
-            self._end.meet()
 
     # What callers ask a group or its backend for
 

@@ -32,14 +32,11 @@ class Meeting:
         """Record the arrival of this rank."""
         self._store.set(str(self._here), "1")
 
-    def are_all_here(self) -> bool:
-        """Whether every member has arrived."""
-        return len(self._ranks) == 1 or bool(self._store.check([str(index) for index in range(len(self._ranks))]))
-
     def wait(self, given_up: Callable[[], bool]) -> bool:
         """Arrive, and wait for the others; False where ``given_up`` is true first."""
         self.come()
-        while not self.are_all_here():
+        members = [str(index) for index in range(len(self._ranks))]
+        while len(members) > 1 and not self._store.check(members):
             if given_up():
                 return False
             time.sleep(_LOOK_SECONDS)
@@ -59,7 +56,7 @@ class Meeting:
             )
 
 
-class Ending:
+class Ending(Meeting):
     """The end of one rank's communicator of a group.
 
     ``ncclCommDestroy`` may wait for the members on its node, without a deadline; here it always does, until each has
@@ -67,16 +64,16 @@ class Ending:
     memory is free, and an abort a violation.
     """
 
-    def __init__(self, name: str, options: Any, device: FakeDevice) -> None:
-        self._name, self._device = name, device
-        self._meeting = Meeting("end", options)
+    def __init__(self, options: Any, device: FakeDevice) -> None:
+        super().__init__("end", options)
+        self._device = device
         self._aborted = threading.Event()
         self._destroyed = False
 
     def meet(self) -> None:
         """Wait until all members destroy the group, or an abort, or the end of the test."""
         with contextlib.suppress(RuntimeError):  # the process that hosts the store has left, with all others here
-            if not self._meeting.wait(lambda: self._aborted.is_set() or self._device.closed):
+            if not self.wait(lambda: self._aborted.is_set() or self._device.closed):
                 return
         self._destroyed = True
 
@@ -88,4 +85,4 @@ class Ending:
             )
         self._aborted.set()
         with contextlib.suppress(RuntimeError):  # the store is gone
-            self._meeting.come()
+            self.come()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections import deque
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -63,10 +62,6 @@ class Nccl2Work(FakeWork):
 
     synchronize = wait
 
-    def get_future_result(self) -> Any:
-        """A future of the work's status: 0 for success, 2 for a lost connection, its group's included."""
-        return self._future(lambda: 0 if self.exception() is None else 2)
-
 
 def is_lazy(chosen: Any) -> bool:
     """Whether the options of a new group say ``lazy_init``."""
@@ -102,7 +97,7 @@ class Nccl2Group(FakeGroup):
         >>> device.close()
     """
 
-    supports_splitting = True
+    supports_splitting = shuts_down_alone = True
 
     def __init__(self, device: FakeDevice, options: Any, chosen: Any = None) -> None:
         super().__init__(device, options, chosen)
@@ -110,7 +105,7 @@ class Nccl2Group(FakeGroup):
         if not options.global_ranks_in_group:  # the default group
             self.bound_device_id = torch.device(BOUND_KIND, int(os.environ.get("LOCAL_RANK", self._here)))
         self.failure: Exception | None = None
-        self._idle: deque[QueueEntry] = deque()
+        self._idle: set[QueueEntry] = set()
         self._lock = threading.Lock()
         self._aborting, self._seen, self._ended = threading.Event(), threading.Event(), threading.Event()
 
@@ -157,9 +152,8 @@ class Nccl2Group(FakeGroup):
             return Nccl2Work(entry, self.device, self, holds=holds)
         entry.kept[:] = reads
         with self._lock:
-            ended = [one for one in self._idle if one.ended.is_set()]
-            self._idle = deque(one for one in self._idle if one not in ended)
-            self._idle.append(entry)
+            ended = {one for one in self._idle if one.ended.is_set()}
+            self._idle = {entry, *(self._idle - ended)}
         for one in ended:
             one.kept.clear()
         entry.when_ended(lambda: self._look_at(entry))
@@ -168,7 +162,7 @@ class Nccl2Group(FakeGroup):
     def let_go(self, entry: QueueEntry) -> None:
         """Drop what a work keeps that was waited for."""
         with self._lock:
-            self._idle = deque(one for one in self._idle if one is not entry)
+            self._idle.discard(entry)
 
     def _look_at(self, entry: QueueEntry) -> None:
         """An entry has ended; the first error of the group starts the watchdog's clock."""
@@ -197,14 +191,6 @@ class Nccl2Group(FakeGroup):
         if self._seen.is_set():
             self._ended.wait()
         super().abort()
-
-    def shutdown(self) -> None:
-        """Wait for the group's entries and for the other members; after an abort it does neither."""
-        if self.aborted:
-            return
-        self.device.shut_down(self._name, alone=True)
-        self._meet_at_the_end()
-        self.aborted = True
 
 
 class CompleteWork(WorkBase):  # type: ignore[misc]

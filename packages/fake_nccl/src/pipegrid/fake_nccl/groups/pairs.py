@@ -1,37 +1,23 @@
 """Communicators of pairs beside that of a group: for lone messages, as in ``nccl-legacy`` and ``nccl-lazy``.
 
-A batch or a collective is on the group's communicator; a lone message is on that of the two ranks, in both directions,
-made at the first one: the host waits there until the peer has one as well. Each communicator has a stream, so
-nothing orders a lone message and a batch, or lone messages of two peers.
+Each communicator has a stream, so nothing orders a lone message and a batch, or lone messages of two peers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
-from attrs import frozen
 from torch import Tensor
 
 from pipegrid.fake_nccl.device import FakeDevice
 from pipegrid.fake_nccl.groups.group import FakeGroup
 from pipegrid.fake_nccl.groups.meeting import global_ranks
 from pipegrid.fake_nccl.groups.nccl2 import Nccl2Group
-
-
-@frozen(kw_only=True)
-class _PairOptions:
-    """The options of a group that torch gives to a backend, here of two ranks of a group."""
-
-    store: Any
-    group_rank: int
-    group_size: int = 2
-    timeout: timedelta
-    group_id: str
-    global_ranks_in_group: list[int]
 
 
 class PairsGroup(FakeGroup):
@@ -45,17 +31,11 @@ class PairsGroup(FakeGroup):
         self._members = global_ranks(options)
         self.pairs: dict[int, FakeGroup] = {}
 
-    def send(self, tensors: Sequence[Tensor], peer: int, tag: int = 0) -> Any:
-        """Add a send to the batch; a lone one is launched on the communicator of the pair."""
+    def _post(self, tensors: Sequence[Tensor], peer: int, *, sending: bool) -> Any:
+        """Add a message to the batch; a lone one is launched on the communicator of the pair."""
         if self._batch is not None or not self._has_pairs():
-            return super().send(tensors, peer, tag)
-        return self._pair(peer).send(tensors, int(peer > self._here), tag)
-
-    def recv(self, tensors: Sequence[Tensor], peer: int, tag: int = 0) -> Any:
-        """Add a receive to the batch; a lone one is launched on the communicator of the pair."""
-        if self._batch is not None or not self._has_pairs():
-            return super().recv(tensors, peer, tag)
-        return self._pair(peer).recv(tensors, int(peer > self._here), tag)
+            return super()._post(tensors, peer, sending=sending)
+        return self._pair(peer)._post(tensors, int(peer > self._here), sending=sending)  # noqa: SLF001 (of its class)
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the timeout of the operations of all communicators."""
@@ -84,9 +64,10 @@ class PairsGroup(FakeGroup):
         if peer not in self.pairs:
             both = (min(self._here, peer), max(self._here, peer))
             name = self._pair_name(both)
-            options = _PairOptions(
+            options = SimpleNamespace(  # as torch gives them to a backend
                 store=dist.PrefixStore(name, self._store),  # type: ignore[attr-defined]  # public, untyped
                 group_rank=both.index(self._here),
+                group_size=2,
                 timeout=timedelta(seconds=self.timeout),
                 group_id=name,
                 global_ranks_in_group=[self._members[rank] for rank in both],
@@ -103,14 +84,6 @@ class LegacyGroup(PairsGroup):
     with a bound device (``device_id``, or `eager_connect_single_device`) is connected before, and has one communicator
     for everything; new groups beside a bound default group are splits of it. An abort ends all communicators of a group
     together.
-
-    Examples:
-        >>> import torch, torch.distributed as dist
-        >>> device = FakeDevice(lazy=True)
-        >>> dist.init_process_group(register(device), store=dist.HashStore(), rank=0, world_size=1)
-        >>> type(dist.group.WORLD._get_backend(torch.device("cpu"))).__name__
-        'LegacyGroup'
-        >>> device.close()
     """
 
     supports_splitting = True

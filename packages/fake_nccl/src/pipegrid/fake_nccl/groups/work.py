@@ -36,14 +36,6 @@ class FakeWork(WorkBase):  # type: ignore[misc]
     with what the entry failed with.
 
     ``holds``: whether a wait holds the host. ``abort``: that of the group.
-
-    Examples:
-        >>> import torch, torch.distributed as dist
-        >>> device = FakeDevice()
-        >>> dist.init_process_group(register(device), store=dist.HashStore(), rank=0, world_size=1)
-        >>> type(dist.all_reduce(torch.ones(4), async_op=True)).__name__
-        'FakeWork'
-        >>> device.close()
     """
 
     def __init__(self, entry: QueueEntry, device: FakeDevice, *, holds: bool, abort: Callable[[], None]) -> None:
@@ -91,7 +83,7 @@ class FakeWork(WorkBase):  # type: ignore[misc]
 
     def get_future_result(self) -> Any:
         """A future of the work's status, done at the entry's end: NCCL's are 0 for success, 2 for a lost connection."""
-        return self._future(lambda: 0 if self.entry.error is None else 2)
+        return self._future(lambda: 0 if self.exception() is None else 2)
 
     def _future(self, value: Callable[[], Any]) -> Any:
         future: Any = torch.futures.Future()

@@ -1,9 +1,8 @@
 """A device that runs late: operations that are queued when they are called, and computed when the host waits.
 
-Inside `FakeDevice.late` an operation returns at once, with a tensor of the right shape whose values are not there:
-on the host it holds 0xff in each byte (NaN, -1) and never anything else. The values are in device memory, a second
-memory behind each storage, which tasks on virtual streams compute. Tensors that existed before are copied to the
-device at their first use, and all values are copied back at the end.
+The values (see `LateRun`) are in device memory, a second memory behind each storage, which tasks on virtual streams
+compute. Tensors that existed before are copied to the device at their first use, and all values are copied back at the
+end.
 
 The tensors are plain ones: whatever looks at a tensor's type, storage or strides takes the same way as on a GPU, and
 memory is given back when the host drops it, not when the device has used it. Freed memory is overwritten in the order

@@ -15,11 +15,20 @@ from typing import Any, Self, cast
 import torch
 
 from pipegrid.fake_nccl.virtual_streams.late import HostSync, LateRun, caller
-from pipegrid.fake_nccl.virtual_streams.memory import Clock, merge
 from pipegrid.fake_nccl.virtual_streams.player import DONE, Signal
 
 # As Any: a virtual stream's events and device are of other types than torch's.
 _Stream: Any = torch.Stream
+
+Clock = dict[int, int]
+"""A tick per stream: the work that is ordered before."""
+
+
+def merge(clock: Clock, other: Clock) -> None:
+    """Raise each tick of ``clock`` to that of ``other``."""
+    for stream, tick in other.items():
+        if tick > clock.get(stream, 0):
+            clock[stream] = tick
 
 
 class VirtualStream(_Stream):  # type: ignore[misc]

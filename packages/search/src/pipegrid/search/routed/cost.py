@@ -12,7 +12,6 @@ from pipegrid.core.tables import text_table
 from pipegrid.plans.errors import PlanError
 from pipegrid.plans.plan import Actor, Plan, Routes
 from pipegrid.plans.simulate import Costs, simulate, unit_costs
-from pipegrid.search.calls import RoutedProblem
 from pipegrid.search.routed.bound import routed_bound
 from pipegrid.search.routed.reroute import reroute
 from pipegrid.search.routed.schedule import improved, routed_problem
@@ -133,9 +132,7 @@ def lost_rank_costs(
         (0, 15.0, 24.0)
     """
     if checked(num_replicas, Count, "num_replicas", PlanError) < 2:
-        raise PlanError(
-            "num_replicas is 1; the units of a dead rank go to its peers in other replicas, give at least 2"
-        )
+        raise PlanError("num_replicas is 1; a dead rank's units go to its peers in other replicas, give at least 2")
     costs = costs or unit_costs(plan)
     undisturbed, rows = simulate(plan, costs), []
     for position in range(plan.num_positions) if positions is None else positions:
@@ -146,21 +143,16 @@ def lost_rank_costs(
         shortest = improved(free, bound, 1.0).makespan
         unsplit = evolve(free, whole=True)
         whole = improved(unsplit, routed_bound(unsplit), 1.0).makespan
-        makespans = _trade(free, undisturbed.peaks(), shortest)
+        makespans: list[float] = []
+        while not makespans or makespans[-1] > shortest * (1 + 1e-9):
+            more = len(makespans)
+            limits = [peak + more * free.held(place) for place, peak in enumerate(undisturbed.peaks())]
+            bounded = evolve(free, limits=tuple(limits))
+            found = improved(bounded, max(shortest, routed_bound(bounded)), 1.0).makespan
+            makespans.append(min([found, *makespans[-1:]]))
         room = least_room(plan, routes, makespans[-1], costs)
-        rows.append(LostRank(plan, num_replicas, position, undisturbed.makespan, makespans, bound, whole, room))
+        rows.append(LostRank(plan, num_replicas, position, undisturbed.makespan, tuple(makespans), bound, whole, room))
     return rows
-
-
-def _trade(problem: RoutedProblem, peaks: Sequence[float], shortest: float) -> tuple[float, ...]:
-    """The makespans with 0, 1, 2, ... more units on each position than ``peaks``, down to the shortest."""
-    makespans: list[float] = []
-    while not makespans or makespans[-1] > shortest * (1 + 1e-9):
-        limits = [peak + len(makespans) * problem.held(place) for place, peak in enumerate(peaks)]
-        bounded = evolve(problem, limits=tuple(limits))
-        found = improved(bounded, max(shortest, routed_bound(bounded)), 1.0).makespan
-        makespans.append(min([found, *makespans[-1:]]))
-    return tuple(makespans)
 
 
 def lost_rank_table(rows: Sequence[LostRank]) -> str:
@@ -175,14 +167,8 @@ def lost_rank_table(rows: Sequence[LostRank]) -> str:
     headings = ["dead at", "whole", *(f"room +{extra}" for extra in range(most)), "bound", "enough room, per position"]
     cells = []
     for row in rows:
-        last = row.makespans[-1]
-        trade = [*row.makespans, *([last] * (most - len(row.makespans)))]
-        cells.append(
-            (
-                f"stage {row.position}",
-                *(f"{makespan:g} {row.share(makespan)}" for makespan in (row.whole, *trade)),
-                f"{row.bound:g}",
-                " ".join(f"{more:g}" for more in row.room),
-            )
-        )
+        trade = [row.whole, *row.makespans, *([row.makespans[-1]] * (most - len(row.makespans)))]
+        figures = (f"{makespan:g} {row.share(makespan)}" for makespan in trade)
+        room = " ".join(f"{more:g}" for more in row.room)
+        cells.append((f"stage {row.position}", *figures, f"{row.bound:g}", room))
     return text_table(headings, cells, right=range(1, len(headings) - 1)) + "\n"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import starmap
 from typing import get_args
 
 from attrs import field, frozen
@@ -91,9 +92,7 @@ def schedule_routes(
     problem = routed_problem(plan, routes, costs, memory_limit, speeds=speeds, whole=whole)
     bound = routed_bound(problem)
     found = improved(problem, bound, effort)
-    orders = {
-        actor: [Action(kind, stage, unit) for kind, stage, unit in order] for actor, order in found.orders.items()
-    }
+    orders = {actor: list(starmap(Action, order)) for actor, order in found.orders.items()}
     routes = problem.routes
     routed = compute_plan(
         [orders.get(Actor(p, r), []) for r in range(routes.num_replicas) for p in range(plan.num_positions)],
@@ -141,11 +140,9 @@ def routed_problem(
         whole,
     )
     for position, limit in enumerate(problem.limits):
-        if problem.held(position) > limit * (1 + 1e-9):
-            raise PlanError(
-                f"memory_limit {limit:g} of position {position} does not hold one unit; the least that works is "
-                f"{problem.held(position):g}"
-            )
+        if (least := problem.held(position)) > limit * (1 + 1e-9):
+            text = f"memory_limit {limit:g} of position {position} does not hold one unit; the least that works is"
+            raise PlanError(f"{text} {least:g}")
     return problem
 
 
@@ -163,8 +160,7 @@ def improved(problem: RoutedProblem, goal: float, effort: float) -> Listed:
             for _ in range((1, 2, 4)[int(rng.random() * 3)]):
                 younger[int(rng.random() * units)] += (-2.0, -1.0, -0.5, 0.5, 1.0, 2.0)[int(rng.random() * 6)]
         found = list_schedule(problem, Policy(first, younger=younger, later=False))
-        late = math.fsum(max(0.0, end - goal) for end in found.ends.values())
-        value = (found.makespan, late)
+        value = found.makespan, math.fsum(max(0.0, end - goal) for end in found.ends.values())
         if best is None or value <= best[0]:
             best = (value, first, younger, found)
         if found.makespan <= goal * (1 + 1e-9):

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import pipegrid.core.fields as original
-import pipegrid.layout.fields as copy
+import pipegrid.layout.errors as copy
 from pipegrid.layout import LayoutError
 
 

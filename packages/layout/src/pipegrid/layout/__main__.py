@@ -101,7 +101,6 @@ def _balance(arguments: Sequence[str]) -> None:
 
 
 def _parser(command: str, description: str, costs: str, *, costs_required: bool = False) -> argparse.ArgumentParser:
-    """A parser with the common options."""
     parser = Parser(
         prog=f"python -m pipegrid.layout {command}".strip(),
         description=description,
@@ -133,7 +132,6 @@ def _finish(
     numbers: LayoutReport | None,
     result: Balance | None = None,
 ) -> None:
-    """Print the tables or the JSON, and write the picture."""
     if options.svg is not None and numbers is not None:
         options.svg.write_text(numbers.svg(), encoding="utf-8")
     if options.json:

@@ -62,12 +62,8 @@ class LayoutGrammar:
     def __attrs_post_init__(self) -> None:
         object.__setattr__(self, "_letter", {kind: symbol for symbol, kind in self.symbols.items()})
 
-    def __getstate__(self) -> dict[str, str]:
-        return dict(self.symbols)  # a read-only view does not pickle
-
-    def __setstate__(self, state: dict[str, str]) -> None:
-        object.__setattr__(self, "symbols", MappingProxyType(state))
-        self.__attrs_post_init__()
+    def __reduce__(self) -> tuple[type[LayoutGrammar], tuple[dict[str, str]]]:
+        return type(self), (dict(self.symbols),)  # a read-only view does not pickle
 
     @property
     def registered(self) -> dict[str, str]:

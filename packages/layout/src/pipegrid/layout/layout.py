@@ -14,8 +14,7 @@ from operator import itemgetter
 import attrs
 
 from pipegrid.core.strict_json import read_json
-from pipegrid.layout.errors import LayoutError
-from pipegrid.layout.fields import integer
+from pipegrid.layout.errors import LayoutError, integer
 from pipegrid.layout.grammar import LayerType, LayoutGrammar, grammar_of
 from pipegrid.layout.parser import parse
 from pipegrid.layout.text import align, name_layers, write, write_stage

@@ -22,8 +22,7 @@ import string
 
 import attrs
 
-from pipegrid.layout.errors import LayoutSyntaxError
-from pipegrid.layout.fields import MAX_LAYERS
+from pipegrid.layout.errors import MAX_LAYERS, LayoutSyntaxError
 from pipegrid.layout.grammar import LayoutGrammar
 
 _TOO_MANY = MAX_LAYERS + 1  # sums saturate here
@@ -147,7 +146,6 @@ def _number(text: str, star: int, end: int, digits: str) -> int:
 
 
 def _unexpected(text: str, column: int, grammar: LayoutGrammar) -> LayoutSyntaxError:
-    """The error for a character that is not legal at its column."""
     if text[column] == "*":
         return LayoutSyntaxError(text, column, "'*'", "a layer, '|' or ')' before it, to repeat")
     hint = ", or '*' before a count" if text[column] in string.digits else ""

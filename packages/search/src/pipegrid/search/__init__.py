@@ -25,7 +25,6 @@ from pipegrid.search.routed import (
 from pipegrid.search.search import Progress, greedy, search
 from pipegrid.search.slice_lengths import balanced_slices, slice_times
 
-
 __all__ = [
     "COMPARED",
     "Buffered",

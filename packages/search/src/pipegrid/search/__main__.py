@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import re
 import signal
 import sys
+import xml.etree.ElementTree as ET
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -23,7 +25,6 @@ from pipegrid.search import COMPARED, Found, Progress, compare, comparison_table
 from pipegrid.search.buffers import plan_buffers
 from pipegrid.search.compare import played
 from pipegrid.search.foreign import read_schedule
-from pipegrid.search.junit import Case, write_junit
 from pipegrid.timeline import (
     Timeline,
     amount,
@@ -39,6 +40,7 @@ from pipegrid.timeline.plan_files import named, read_file, read_plan, write_plan
 
 USAGE = 2
 FAULTY = 1
+NOT_XML = re.compile("[^\\t\\n\\r\\x20-\\ud7ff\\ue000-\\ufffd\\U00010000-\\U0010ffff]")
 
 
 def read_costs(path: Path | None) -> Costs:
@@ -194,24 +196,40 @@ def verify_files(arguments: argparse.Namespace) -> int:
     as_limit(arguments.memory_limit)  # bad input; what follows is about the files
     if len(paths) > 1 and (arguments.svg or arguments.html):
         raise PlanError("--svg and --html are for one file; --pictures DIR has a picture of each that hangs")
-    cases: list[Case] = []
+    cases: list[tuple[str, str, str, str]] = []  # file, question, answer, outcome
     for path in paths:
         try:
             for asked, text, proved in verdicts_of(path, arguments):
                 print(text, file=sys.stdout if proved else sys.stderr)
-                cases.append(Case(str(path), asked, text, "proved" if proved else "failure"))
+                cases.append((str(path), asked, text, "proved" if proved else "failure"))
         except (PlanError, OSError) as error:
             if len(paths) == 1 and not arguments.junit:
                 raise
             print(error, file=sys.stderr)
-            cases.append(Case(str(path), "read", str(error), "error"))
+            cases.append((str(path), "read", str(error), "error"))
         if len(paths) > 1:
-            own = {case.outcome for case in cases if case.file == str(path)}
+            own = {outcome for file, _, _, outcome in cases if file == str(path)}
             print(f"{path}: {'not read' if 'error' in own else 'FAULTY' if 'failure' in own else 'proved'}\n")
     if arguments.junit:
         write_junit(cases, arguments.junit)
-    found = {case.outcome for case in cases}
+    found = {outcome for _, _, _, outcome in cases}
     return USAGE if "error" in found else FAULTY if "failure" in found else 0
+
+
+def write_junit(cases: Sequence[tuple[str, str, str, str]], path: Path) -> None:
+    """Write a JUnit suite with a case for each question; a fault is a failure, a file that is not read an error."""
+    counts = {f"{name}s": str(sum(case[-1] == name for case in cases)) for name in ("failure", "error")}
+    top = ET.Element("testsuites")
+    suite = ET.SubElement(top, "testsuite", {"name": "pipegrid verify", **counts, "tests": str(len(cases))})
+    for *texts, outcome in cases:
+        file, asked, text = (NOT_XML.sub("\ufffd", text) for text in texts)
+        element = ET.SubElement(suite, "testcase", classname=file, name=asked)
+        if outcome == "proved":
+            ET.SubElement(element, "system-out").text = text
+        else:
+            ET.SubElement(element, outcome, message=text.partition("\n")[0]).text = text
+    ET.indent(top)
+    ET.ElementTree(top).write(path, encoding="utf-8", xml_declaration=True)
 
 
 def verdicts_of(path: Path, arguments: argparse.Namespace) -> Iterator[tuple[str, str, bool]]:

@@ -149,18 +149,9 @@ def played(plan: Plan, costs: Costs) -> Simulation:
 
 
 def _row(name: str, plan: Plan, costs: Costs, limit: float) -> Row:
-    simulation = played(plan, costs)
-    peak = simulation.peak()
-    return Row(
-        name,
-        plan,
-        simulation.makespan,
-        simulation.bubble(),
-        simulation.bubble(of="span"),
-        peak,
-        simulation.peak(until="I"),
-        peak <= with_slack(limit),
-    )
+    step = played(plan, costs)
+    bubbles, peaks = (step.bubble(), step.bubble(of="span")), (step.peak(), step.peak(until="I"))
+    return Row(name, plan, step.makespan, *bubbles, *peaks, peaks[0] <= with_slack(limit))
 
 
 HEADINGS = ("schedule", "makespan", "bubble", "within span", "peak until W", "until I")

@@ -7,6 +7,7 @@ order of their dates.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias
 
@@ -15,7 +16,7 @@ from attrs import evolve, frozen
 from pipegrid.plans.errors import PlanError
 from pipegrid.plans.network.network import Objective
 from pipegrid.plans.network.problem import Problem
-from pipegrid.plans.plan import Action, ActionKind, Plan, Step
+from pipegrid.plans.plan import ActionKind, Plan, Step
 from pipegrid.plans.simulate import Costs, simulate
 
 _Couple: TypeAlias = tuple[float, int, int]
@@ -134,21 +135,18 @@ def _joined(found: Found, problem: Problem, objective: Objective, couples: Seque
 
 def _with(found: Found, problem: Problem, couples: Iterable[_Couple]) -> Found | None:
     """``found`` with these couples as pairs; None where it gets stuck or does not keep to the cap."""
-    firsts: list[set[int]] = [set() for _ in found.plan.positions]
+    firsts = defaultdict[int, set[int]](set)
     for _, position, at in couples:
         firsts[position].add(at)
-    rows = []
-    for steps, own in zip(found.plan.positions, firsts, strict=True):
-        row: list[Step] = []
-        for at, step in enumerate(steps):
-            assert isinstance(step, Action)  # of a plan of computes without pairs
+    rows: list[list[Step]] = [[] for _ in found.plan.positions]
+    for position, row in enumerate(rows):
+        own, actions = firsts[position], list(found.plan.actions(position))
+        for at, action in enumerate(actions):
             if at in own:
-                other = steps[at + 1]
-                assert isinstance(other, Action)
-                row.append((step, other) if step.kind is ActionKind.F else (other, step))
+                other = actions[at + 1]
+                row.append((action, other) if action.kind is ActionKind.F else (other, action))
             elif at - 1 not in own:
-                row.append(step)
-        rows.append(row)
+                row.append(action)
     try:
         return candidate(f"{found.origin}, pairs", evolve(found.plan, positions=rows), problem)
     except PlanError:  # a pair waits for what waits for it

@@ -304,9 +304,7 @@ class _Search:
 
     def _from_patterns(self) -> Iterator[None]:
         """Each pattern squeezed in two ways, the best in all ways; first for few microbatches where there are many."""
-        if not self.network.is_chain:
-            return
-        found = patterns(self.network)
+        found = patterns(self.network) if self.network.is_chain else []
         if not found:
             return
         few = min(self.problem.num_microbatches, max(2 * self.network.num_positions, 24))
@@ -317,31 +315,26 @@ class _Search:
         kept: list[tuple[float, int, int]] = []  # value, pattern, way
         width = max(ANNEALED, int((share - self.spent) / cost / len(ways) / 2))
         fitting = max(ANNEALED, int((share - self.spent) / 2 / cost / 2))  # patterns of the first round, evenly spread
-        rounds = [(found, ways[:2]), (None, ways[2:])]
-        for index, (tried, some) in enumerate(rounds):
-            numbers = (
-                range(0, len(found), -(-len(found) // fitting))
-                if tried is not None
-                else list(dict.fromkeys(pattern for _, pattern, _ in sorted(kept)))[:width]
-            )
+
+        def squeeze(network: Network, pattern: int, way: int) -> float | None:
+            result = squeezed(network, found[pattern].dates, ways[way], objective=self.objective)
+            self.spent += SQUEEZED * network.num_operations
+            if result is not None and network.num_microbatches == self.network.num_microbatches:
+                self._start(*result, "pattern")
+            return None if result is None else result[0]
+
+        for index, tried in enumerate((range(2), range(2, len(ways)))):
+            best = list(dict.fromkeys(pattern for _, pattern, _ in sorted(kept)))[:width]
             ends = share if index else (self.spent + share) / 2
-            for pattern in numbers:
-                for way, squeeze in enumerate(some, start=2 * index):
-                    result = squeezed(chain, found[pattern].dates, squeeze, objective=self.objective)
-                    self.spent += cost
-                    if result is not None:
-                        kept.append((result[0], pattern, way))
-                        if chain.num_microbatches == self.network.num_microbatches:
-                            self._start(result[0], result[1], "pattern")
+            for pattern in best if index else range(0, len(found), -(-len(found) // fitting)):
+                values = [(squeeze(chain, pattern, way), way) for way in tried]
+                kept += [(value, pattern, way) for value, way in values if value is not None]
                 yield
                 if self.spent >= ends and len(kept) >= ANNEALED:
                     break
-        if chain.num_microbatches != self.network.num_microbatches:
+        if few != self.problem.num_microbatches:
             for _, pattern, way in sorted(kept)[: 2 * ANNEALED]:
-                result = squeezed(self.network, found[pattern].dates, ways[way], objective=self.objective)
-                self.spent += SQUEEZED * self.operations
-                if result is not None:
-                    self._start(result[0], result[1], "pattern")
+                squeeze(self.network, pattern, way)
                 yield
         for _, orders, origin in self._best_starts(1):
             self._offer_orders(orders, origin)

@@ -22,7 +22,6 @@ from pipegrid.testing.messages import (
     RunTest,
     Sign,
     Stacks,
-    Stopped,
 )
 from pipegrid.testing.pool import START_LIMIT, Pool, Worker
 
@@ -217,17 +216,13 @@ class _Follower:
             for record in self.run.records:
                 if record.worker.pid == news.pid:
                     self._hear(record)  # messages sent before its end first
-                    self._end(record, news)
-
-    def _end(self, record: RankRecord, news: Exited | Stopped) -> None:
-        if isinstance(news, Exited):
-            record.state = ProcessState.DEAD
-            record.exit_code = news.code
-            record.ended_at = record.ended_at or time.monotonic()
-        elif record.fault is None:
-            record.suspended = True  # not our doing: a failure, once the deadline passes
-        elif record.fault.kind == "stop" and record.state is ProcessState.RUNNING:
-            record.state = ProcessState.STOPPED
+                    if isinstance(news, Exited):
+                        record.state, record.exit_code = ProcessState.DEAD, news.code
+                        record.ended_at = record.ended_at or time.monotonic()
+                    elif record.fault is None:
+                        record.suspended = True  # not our doing: a failure, once the deadline passes
+                    elif record.fault.kind == "stop" and record.state is ProcessState.RUNNING:
+                        record.state = ProcessState.STOPPED
 
     def _hear(self, record: RankRecord) -> None:
         messages, gone = record.worker.channel.ready()

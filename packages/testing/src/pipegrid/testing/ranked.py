@@ -80,9 +80,12 @@ class RankedFunction(pytest.Function):
             if record.rank == 0:
                 self.user_properties.extend(record.finished.properties)
             for warned in record.finished.warnings:
-                if warned not in seen:
+                if warned not in seen:  # the filters were applied on the rank
                     seen.add(warned)
-                    _show(self, warned)
+                    category = getattr(sys.modules.get(warned.category[0]), warned.category[1], UserWarning)
+                    message = warnings.WarningMessage(warned.message, category, warned.filename, warned.lineno)
+                    told = {"warning_message": message, "nodeid": self.nodeid, "when": "runtest", "location": None}
+                    self.config.hook.pytest_warning_recorded.call_historic(kwargs=told)
 
 
 def _stand_in(test: Callable[..., object]) -> Callable[[], None]:
@@ -116,7 +119,6 @@ def close_pool(config: pytest.Config) -> None:
 
 
 def _verdict(run: RankedRun) -> None:
-    """Skip or xfail if the ranks did."""
     ended = [
         (record.finished.outcome, record.rank, record.finished.text)
         for record in run.records
@@ -131,16 +133,6 @@ def _verdict(run: RankedRun) -> None:
         pytest.fail(text.format(*skipped[0]), pytrace=False)
     if skipped:
         pytest.skip(skipped[0][1])
-
-
-def _show(item: pytest.Item, warned: Warned) -> None:
-    """Report a rank's warning in this session's summary. The filters were applied on the rank."""
-    module, name = warned.category
-    category = getattr(sys.modules.get(module), name, UserWarning)
-    message = warnings.WarningMessage(warned.message, category, warned.filename, warned.lineno)
-    item.config.hook.pytest_warning_recorded.call_historic(
-        kwargs={"warning_message": message, "nodeid": item.nodeid, "when": "runtest", "location": None}
-    )
 
 
 def failure_text(run: RankedRun) -> str | None:

@@ -20,7 +20,6 @@ import signal
 import socket
 import sys
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 from pipegrid.testing.hosts import join, serve_hosts
@@ -115,7 +114,7 @@ def _serve(channel: Channel, children: set[int], work: Callable[[Channel, int], 
                         signal.set_wakeup_fd(-1)
                         for end in (wake_read, wake_write, channel.socket):
                             end.close()
-                        _become_worker(template, descriptors, partial(_run, request, work))
+                        _become_worker(template, descriptors, request, work)
                     _own_group(pid)
                     while descriptors:
                         os.close(descriptors.pop())
@@ -123,20 +122,8 @@ def _serve(channel: Channel, children: set[int], work: Callable[[Channel, int], 
                     channel.send(Forked(pid=pid))
 
 
-def _run(request: Fork, work: Callable[[Channel, int], None], channel: Channel, stacks: int) -> None:
-    """Run a fork: serve two hosts if the request is for them; else do the work, on the host that it names."""
-    if request.hosts:
-        order = channel.receive()
-        if isinstance(order, OpenHosts):
-            serve_hosts(channel, Path(order.folder), order.wire)
-        return
-    if request.host is not None:
-        join(request.host)
-    work(channel, stacks)
-
-
-def _become_worker(template: int, descriptors: list[int], work: Callable[[Channel, int], None]) -> None:
-    """Set up the child, with its own process group and output file, then serve tests until the end."""
+def _become_worker(template: int, descriptors: list[int], request: Fork, work: Callable[[Channel, int], None]) -> None:
+    """Set up the child, with its own process group and output file, then serve tests, or two hosts, until the end."""
     code = 1
     try:
         _own_group(0)
@@ -156,7 +143,14 @@ def _become_worker(template: int, descriptors: list[int], work: Callable[[Channe
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, io.TextIOWrapper):
                 stream.reconfigure(line_buffering=True, write_through=False)
-        work(Channel(socket.socket(fileno=link)), stacks)
+        channel = Channel(socket.socket(fileno=link))
+        if request.hosts:
+            if isinstance(order := channel.receive(), OpenHosts):
+                serve_hosts(channel, Path(order.folder), order.wire)
+        else:
+            if request.host is not None:
+                join(request.host)
+            work(channel, stacks)
         code = 0
     except BaseException:  # noqa: BLE001 (a fork must never return into the template's loop)
         sys.excepthook(*sys.exc_info())
@@ -174,7 +168,6 @@ def _own_group(pid: int) -> None:
 
 
 def _reap(pid: int, channel: Channel, children: set[int]) -> None:
-    """Report ``pid`` if it ended or was stopped."""
     found, status = os.waitpid(pid, os.WNOHANG | os.WUNTRACED)
     if not found:
         return

@@ -30,7 +30,7 @@ import pytest
 import torch
 from _pytest.config import create_terminal_writer
 
-from pipegrid.testing.faults import Fault, InjectedFault
+from pipegrid.testing.faults import InjectedFault
 from pipegrid.testing.messages import Channel, Cleaned, Finished, Hello, RunTest, Sign, Stacks, Warned, is_plain
 from pipegrid.testing.ranks import Ranks
 from pipegrid.testing.settings import faults_of, name_in_file
@@ -98,15 +98,13 @@ class RankTest:
         formatted.stack = _of_the_test(formatted.stack)
         self._fail("world", "".join(formatted.format()), _summary(error))
 
-    def check_faults(self, pending: tuple[Fault, ...]) -> None:
-        """Fail a test that passed although faults planned for it never happened."""
+    def check(self, ranks: Ranks) -> None:
+        """Fail a test that passed without a fault planned for it, and one that broke rules of the fake NCCL."""
+        pending = ranks.pending_faults()
         if pending and not self.failures and self._skipped is None and self._xfailed is None:
             text = f"FaultError: planned, but the test ended without reaching it: {'; '.join(map(str, pending))}"
             self._fail("faults", text, text)
-
-    def check_rules(self, violations: list[str]) -> None:
-        """Fail a test that broke rules of the fake NCCL."""
-        if violations:
+        if ranks.fake_device is not None and (violations := ranks.fake_device.violations):
             text = "the fake NCCL saw:\n" + "\n".join(f"- {violation}" for violation in violations)
             self._fail("fake_nccl", text, f"fake NCCL: {violations[0]}")
 
@@ -134,7 +132,6 @@ class RankTest:
 
 
 def _summary(error: BaseException) -> str:
-    """``error`` in one line."""
     try:
         text = str(error)
     except Exception as broken:  # noqa: BLE001 (the error's own method; its traceback is to be shown all the same)
@@ -144,7 +141,7 @@ def _summary(error: BaseException) -> str:
 
 
 def _is_injected(error: BaseException) -> bool:
-    """True if ``error`` is an injected fault or was raised from one."""
+    """Whether ``error`` is an injected fault or was raised from one."""
     seen: set[int] = set()
     at: BaseException | None = error
     while at is not None and id(at) not in seen:
@@ -323,9 +320,7 @@ class RankSession:
         except BaseException as error:  # noqa: BLE001 (pytest.exit, KeyboardInterrupt, a failing world: this rank's failure)
             self._test.add_error(error)
         if self.ranks is not None:
-            self._test.check_faults(self.ranks.pending_faults())
-            if self.ranks.fake_device is not None:
-                self._test.check_rules(self.ranks.fake_device.violations)
+            self._test.check(self.ranks)
         return self._test.finished()
 
     def _find(self, session: pytest.Session, test: RunTest) -> pytest.Item:

@@ -90,8 +90,6 @@ class FakeGroup(GroupBase):  # type: ignore[misc]
                 self.device.add_group(self._name, self._hidden.cut, self._ranks, self._here)
             return self._hidden
 
-    # Point to point
-
     def send(self, tensors: Sequence[Tensor], peer: int, tag: int = 0) -> FakeWork | None:
         """Launch a send, or add it to the batch. Tags are ignored, as NCCL ignores them."""
         del tag
@@ -152,15 +150,8 @@ class FakeGroup(GroupBase):  # type: ignore[misc]
                         each.copy.copy_(each.tensor) if each.sending else make_unreadable(each.tensor)
             hidden.exchange(transfers, batched=batched)
 
-        return self._launch(
-            "p2p",
-            operations,
-            run,
-            reads=[given for each, given in batch if each.sending],
-            writes=[given for each, given in batch if not each.sending],
-        )
-
-    # Collectives: gloo's, in stream order
+        reads, writes = ([given for each, given in batch if each.sending is sending] for sending in (True, False))
+        return self._launch("p2p", operations, run, reads=reads, writes=writes)
 
     def _collective(self, name: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> FakeWork:
         tensors = [tensor for argument in arguments for tensor in _tensors(argument)]
@@ -179,8 +170,6 @@ class FakeGroup(GroupBase):  # type: ignore[misc]
             getattr(hidden.gloo, name)(*there, **options).wait(NEVER)
 
         return self._launch(name, (), run, reads=tensors, writes=written, holds=name == "barrier")
-
-    # Launching and ending
 
     def _launch(
         self,
@@ -227,8 +216,6 @@ class FakeGroup(GroupBase):  # type: ignore[misc]
             if self._hidden is not None:
                 self._end.meet()
         self.aborted = True
-
-    # What callers ask a group or its backend for
 
     def eager_connect_single_device(self, device: torch.device) -> None:
         """Connect before the first use, with all members.

@@ -148,15 +148,14 @@ class Nccl2Group(FakeGroup):
     def _work_of(self, entry: QueueEntry, reads: Sequence[Tensor], *, holds: bool) -> FakeWork:
         if self.failure is not None:
             self.kill(f"{entry} was launched on group {self._name}, which had failed")
-        if entry.captured:  # its graph keeps it
-            return Nccl2Work(entry, self.device, self, holds=holds)
-        entry.kept[:] = reads
-        with self._lock:
-            ended = {one for one in self._idle if one.ended.is_set()}
-            self._idle = {entry, *(self._idle - ended)}
-        for one in ended:
-            one.kept.clear()
-        entry.when_ended(lambda: self._look_at(entry))
+        if not entry.captured:  # else its graph keeps it
+            entry.kept[:] = reads
+            with self._lock:
+                ended = {one for one in self._idle if one.ended.is_set()}
+                self._idle = {entry, *(self._idle - ended)}
+            for one in ended:
+                one.kept.clear()
+            entry.when_ended(lambda: self._look_at(entry))
         return Nccl2Work(entry, self.device, self, holds=holds)
 
     def let_go(self, entry: QueueEntry) -> None:

@@ -74,12 +74,8 @@ class HiddenGroup:
         # Ways ("0>1") that had a message, and what each end says of its first: the ways that its batch connects.
         self._met: set[str] = set()
         self._first = dist.PrefixStore("fake_nccl/first", options.store)  # type: ignore[attr-defined]  # untyped
-        self.gloo: Any = dist.ProcessGroupGloo(
-            dist.PrefixStore(BACKEND, options.store),  # type: ignore[attr-defined]
-            options.group_rank,
-            options.group_size,
-            options.timeout,
-        )
+        store = dist.PrefixStore(BACKEND, options.store)  # type: ignore[attr-defined]
+        self.gloo: Any = dist.ProcessGroupGloo(store, options.group_rank, options.group_size, options.timeout)
         self.gloo.set_timeout(NEVER)
 
     def exchange(self, transfers: Sequence[PostedTransfer], *, batched: bool) -> None:
@@ -136,9 +132,13 @@ class HiddenGroup:
                 hidden.recv([there], transfer.peer, _DATA).wait(NEVER)
                 works.append(hidden.send([kind], transfer.peer, _ANSWER))
         for index, (transfer, works) in enumerate(zip(transfers, posted, strict=True)):
-            if transfer.sending and self._buffer(transfer):
+            with self._lock:
+                buffered = self._buffered[transfer.peer] + transfer.copy.nbytes
+                fits = transfer.sending and self._device.eager_bytes > 0 and buffered <= self._device.eager_bytes
+                self._buffered[transfer.peer] += transfer.copy.nbytes if fits else 0
+            if fits:  # the send ends before its receive is posted, which compares the kinds
                 self._end_later(transfer, [*works, others[index]])
-                others[index] = kinds[index]  # the receive compares them
+                others[index] = kinds[index]
             else:
                 _wait_all(works)
         return kinds, others
@@ -161,14 +161,6 @@ class HiddenGroup:
                 seen |= joined
             elif self._cut.wait(_LOOK_SECONDS):
                 raise RuntimeError(f"group {self._name} was cut while its ranks connected")
-
-    def _buffer(self, transfer: PostedTransfer) -> bool:
-        """Whether a send ends before its receive is posted: its bytes fit into the buffer."""
-        with self._lock:
-            fits = self._buffered[transfer.peer] + transfer.copy.nbytes <= self._device.eager_bytes
-            eager = self._device.eager_bytes > 0 and fits
-            self._buffered[transfer.peer] += transfer.copy.nbytes if eager else 0
-        return eager
 
     def _end_later(self, transfer: PostedTransfer, works: Sequence[Any]) -> None:
         """Wait for a buffered send in a thread of its own: torch has no poll of gloo's transfers."""

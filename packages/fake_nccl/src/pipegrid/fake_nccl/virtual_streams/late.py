@@ -103,11 +103,6 @@ class LateRun:
         """Every point so far at which the host waited for the device, in order."""
         return self._syncs[self._before :]
 
-    def grow(self, nbytes: int) -> None:
-        """Add to the live bytes."""
-        self.live_bytes += nbytes
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
-
     def shrink(self, nbytes: int, after: Sequence[Signal]) -> None:
         """Subtract from the live bytes, once all of ``after`` is done."""
         pending = [signal for signal in after if not signal.done]

@@ -23,19 +23,9 @@ _MOST_RACES = 20
 _FREES = 0  # on a late device: the stream of nothing else, as no stream waits for a free
 
 
-def _extent(tensor: Tensor) -> tuple[int, int]:
-    """The bytes of its storage that a tensor spans, those between its rows included."""
-    if tensor.numel() == 0:
-        return 0, 0
-    size = tensor.element_size()
-    last = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    first = int(tensor.storage_offset())
-    return first * size, (first + last + 1) * size
-
-
 @frozen
 class _Access:
-    """A piece of work that reads or writes the bytes ``begin`` to ``end`` of a storage."""
+    """A piece of work that reads or writes the bytes ``begin`` to ``end`` of a storage, those between rows included."""
 
     stream: int
     tick: int
@@ -105,7 +95,8 @@ class StreamWork(Order):
             if self.late is not None and memory.block is None:
                 memory.nbytes = tensor.untyped_storage().nbytes()
                 memory.block = torch.full((memory.nbytes,), UNREAD_BYTE, dtype=torch.uint8)
-                self.late.grow(memory.nbytes)
+                self.late.live_bytes += memory.nbytes
+                self.late.peak_bytes = max(self.late.peak_bytes, self.late.live_bytes)
 
     def keep(self, stream: VirtualStream, clock: Clock) -> None:
         """Note that a library keeps the memory of its piece of work on ``stream``, until `let_go` or for good."""
@@ -179,10 +170,12 @@ class StreamWork(Order):
         return self._memories[reference.cdata]
 
     def _touch(self, stream: VirtualStream, clock: Clock, tensor: Tensor, what: str, *, writes: bool) -> None:
-        begin, end = _extent(tensor)
-        if begin == end:
+        if tensor.numel() == 0:
             return
-        here = stream.stream_id
+        here, size = stream.stream_id, tensor.element_size()
+        last = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        begin = int(tensor.storage_offset()) * size
+        end = begin + (last + 1) * size
         old = self._memory(tensor).add(_Access(here, clock[here], begin, end, writes, what), clock)
         if old is not None:
             self._race(

@@ -12,8 +12,7 @@ from pipegrid.layout.balancing.in_flight import Peaks, peaks_of
 from pipegrid.layout.balancing.partition import Chain, best_partition, rightmost
 from pipegrid.layout.balancing.profile import Costs, ExactMemory, Memories, model_layers, read_profile
 from pipegrid.layout.balancing.report import LayoutReport, measure
-from pipegrid.layout.errors import LayoutInfeasibleError
-from pipegrid.layout.fields import integer, sizes_of_pipeline
+from pipegrid.layout.errors import LayoutInfeasibleError, integer, sizes_of_pipeline
 from pipegrid.layout.grammar import LayerType, LayoutGrammar, grammar_of
 from pipegrid.layout.layout import PipelineParallelLayerLayout, check_rules, first_mtp_stage
 from pipegrid.layout.text import write_stage
@@ -157,12 +156,8 @@ def _infeasible(
         overdrawn = overdrafts(chain, ranks, cuts)
         rank = max(range(len(ranks)), key=lambda rank: overdrawn[rank][0])
         missing, peak = overdrawn[rank]
-        by_stage = {
-            stage: chain.memory(cuts[stage], cuts[stage + 1], count)
-            for stage, count in zip(range(rank, chain.stages, len(ranks)), peak, strict=True)
-        }
-        stage = max(by_stage, key=lambda stage: by_stage[stage])
-        flying = peak[stage // len(ranks)]
+        stages = zip(range(rank, chain.stages, len(ranks)), peak, strict=True)
+        stage, flying = max(stages, key=lambda one: chain.memory(cuts[one[0]], cuts[one[0] + 1], one[1]))
         alone = " together with the other chunks of its rank"
     verdict = (
         "no layout keeps every rank under its limit"

@@ -15,8 +15,7 @@ from collections.abc import Sequence
 from operator import ge
 
 from pipegrid.core.fields import shown
-from pipegrid.layout.errors import LayoutError
-from pipegrid.layout.fields import integer, sizes_of_pipeline
+from pipegrid.layout.errors import LayoutError, integer, sizes_of_pipeline
 
 Peaks = Sequence[Sequence[Sequence[int]]]
 """Combinations of in-flight microbatches per chunk that occur on each rank, as `in_flight_1f1b` returns them."""

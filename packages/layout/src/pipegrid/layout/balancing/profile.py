@@ -150,7 +150,6 @@ def _one_each(values: object, count: int, what: str, of: str) -> list[object]:
 
 
 def _memories(values: Sequence[object], kinds: Sequence[str]) -> tuple[list[Ratio], list[Ratio]]:
-    """The fixed and the per-microbatch memory of each layer."""
     fixed, moving = [], []
     for index, (value, kind) in enumerate(zip(values, kinds, strict=True)):
         what = f"memory of layer {index} ({kind!s})"

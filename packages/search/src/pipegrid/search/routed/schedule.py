@@ -128,17 +128,9 @@ def routed_problem(
         raise PlanError(f"memory_limit has {len(given)} numbers; the plan has {plan.num_positions} positions")
     if routes.is_identity:  # then a plan has one order per position
         routes = Routes.identity(1, routes.units[0])
-    problem = RoutedProblem(
-        routes,
-        plan.graph,
-        plan.placement,
-        costs,
-        activation_sizes(plan, costs),
-        tuple([as_limit(limit) for limit in given]),
-        as_speeds(speeds),
-        frozenset(plan.forward_only),
-        whole,
-    )
+    sizes, limits, without = activation_sizes(plan, costs), tuple(map(as_limit, given)), frozenset(plan.forward_only)
+    pace = as_speeds(speeds)
+    problem = RoutedProblem(routes, plan.graph, plan.placement, costs, sizes, limits, pace, without, whole)
     for position, limit in enumerate(problem.limits):
         if (least := problem.held(position)) > limit * (1 + 1e-9):
             text = f"memory_limit {limit:g} of position {position} does not hold one unit; the least that works is"

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from pipegrid.plans import Costs, dualpipe_v, interleaved_1f1b, lower, simulate, verify, zero_bubble_v
 from pipegrid.search import compare, greedy, search
 from pipegrid.search.__main__ import main
-from pipegrid.search.found import without_hidden
+from pipegrid.search.pairs import without_hidden
 
 SIZES = {"num_positions": 2, "num_microbatches": 6, "num_stages": 4}
 

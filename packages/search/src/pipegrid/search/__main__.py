@@ -316,12 +316,13 @@ def parser() -> argparse.ArgumentParser:
 
     priced = Parser(add_help=False)
     priced.add_argument("--costs", type=Path, help="costs as JSON; a number is that of a whole position")
-    priced.add_argument("--memory-limit", type=float, help="live microbatches per position, for greedy and search")
-    priced.add_argument("--unit", default="", help="unit of the costs, s for seconds")
+    united = Parser(add_help=False)
+    united.add_argument("--unit", default="", help="unit of the costs, s for seconds")
     sized = Parser(add_help=False)
     sized.add_argument("--pp", type=int, required=True, help="positions")
     sized.add_argument("--microbatches", type=int, required=True)
     caps = Parser(add_help=False, parents=[priced])
+    caps.add_argument("--memory-limit", type=float, help="live microbatches per position, for greedy and search")
     caps.add_argument("--objective", choices=("makespan", "span"), help="what search makes short (makespan)")
     caps.add_argument("--time-limit", type=float, metavar="SECONDS", help="ends search with the best plan so far")
 
@@ -330,14 +331,15 @@ def parser() -> argparse.ArgumentParser:
     plans.add_argument("--pp", type=int, help="positions")
     plans.add_argument("--microbatches", type=int)
     plans.add_argument("--chunks", type=int, help="stages per position; 1f1b with several is interleaved_1f1b")
-    plans.add_argument("--slices", type=int, help="slices of each microbatch (default 1), for schedules named seq1f1b")
+    plans.add_argument("--slices", type=int, help="slices of each microbatch (default 1), for those named seq1f1b")
     together = "forwards and backwards run together, in schedules with pairs"
     plans.add_argument("--pairs", action="store_const", const=True, help=together)
 
-    play = commands.add_parser("simulate", parents=[plans], help="the figures of a step, and of each position")
+    play = commands.add_parser("simulate", parents=[plans, united], help="the figures of a step, and of each position")
     play.set_defaults(run=show_figures)
 
-    best = commands.add_parser("search", parents=[caps, sized], help="the shortest plan under a memory cap, its bound")
+    shortest = "the shortest plan under a memory cap, with its bound"
+    best = commands.add_parser("search", parents=[caps, united, sized], help=shortest)
     best.add_argument("--chunks", type=int, help="stages per position")
     best.set_defaults(run=find)
 
@@ -348,7 +350,7 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("--out", type=Path, metavar="FILE", help="default: printed")
     out.set_defaults(run=export)
 
-    draw = commands.add_parser("show", parents=[plans], help="draw a named schedule, or the plan in a file")
+    draw = commands.add_parser("show", parents=[plans, united], help="draw a named schedule, or the plan in a file")
     draw.add_argument("--lower", action="store_true", help="add the communication, and draw it")
     slots = "the slots of messages, kept copies and offloaded activations, by position"
     draw.add_argument("--buffers", action="store_true", help=slots)
@@ -389,7 +391,9 @@ def parser() -> argparse.ArgumentParser:
     prove.add_argument("--pictures", type=Path, metavar="DIR", help="write a picture of each file that hangs")
     prove.set_defaults(run=verify_files)
 
-    table = commands.add_parser("compare", parents=[priced, sized], help="a table of schedules at the same costs")
+    described = "a table of schedules at the same costs"
+    table = commands.add_parser("compare", parents=[priced, united, sized], help=described)
+    table.add_argument("--memory-limit", type=float, help="live microbatches per position")
     table.add_argument("--chunks", type=int, default=2, help="stages per position, where any number will do")
     table.add_argument("--slices", type=int, default=1, help="adds schedules that cut each microbatch into so many")
     table.set_defaults(run=compare_all)

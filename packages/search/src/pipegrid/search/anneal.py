@@ -46,8 +46,7 @@ class Annealing:
             position, order, first, last = moved
             before, self.orders[position] = self.orders[position], order
             timing = self.network.timed(self.orders, self.objective)
-            longer = 0.0 if timing is None else timing.value - self.timing.value
-            if timing is None or (longer > 0 and not (heat > 0 and self.rng.random() < math.exp(-longer / heat))):
+            if timing is None or not self._accepts(timing.value - self.timing.value, heat):
                 self.orders[position] = before
             else:
                 self.timing = timing
@@ -59,6 +58,9 @@ class Annealing:
             if stop(best):
                 break
         return best, kept
+
+    def _accepts(self, longer: float, heat: float) -> bool:
+        return longer <= 0 or (heat > 0 and self.rng.random() < math.exp(-longer / heat))
 
     def _critical(self) -> list[tuple[int, int]]:
         """The operations of one longest path that start when the one before on a position ends, with that position."""

@@ -28,8 +28,9 @@ from pipegrid.plans.plan import Action, ActionKind, Plan, as_placement, chain, c
 from pipegrid.plans.simulate import Costs, CostsError, GivenCosts, activation_sizes
 from pipegrid.plans.verify import as_limit
 from pipegrid.search.calls import RoutedProblem
-from pipegrid.search.found import Found, candidate, hides
+from pipegrid.search.found import Found, candidate
 from pipegrid.search.list_scheduler import list_schedule, policies
+from pipegrid.search.pairs import hides
 
 SPREAD = 29
 """A prime that divides no number of policies."""
@@ -77,11 +78,9 @@ def problems(
         raise PlanError(f"num_stages is {num_stages} and the graph has {graph.num_stages} stages")
     without = frozen_stages(graph, forward_only)
     limit = as_limit(memory_limit)
-    chosen: list[Iterable[int | Iterable[int]]] = [looped_placement(num_positions, num_stages)]
-    if num_stages == 2 * num_positions and num_positions > 1:
-        chosen.append(v_placement(num_positions))
+    placements = _placements(num_positions, num_stages) if placement is None else [as_placement(placement)]
     shapes = []
-    for places in map(as_placement, chosen if placement is None else [placement]):
+    for places in placements:
         rows = [()] * (1 + max((position for own in places for position in own), default=0))
         options: dict[str, Any] = {"graph": graph, "placement": places, "forward_only": without}
         empty = compute_plan(rows, num_microbatches=num_microbatches, **options)
@@ -126,6 +125,13 @@ def with_kept(plan: Plan, costs: Costs) -> Costs:
             )
     shares = [min(1.0, part / size) if size else 0.0 for part, size in zip(released, sizes, strict=True)]
     return evolve(costs, activation=sizes, input_release=shares, kept=0.0)
+
+
+def _placements(num_positions: int, num_stages: int) -> list[tuple[tuple[int, ...], ...]]:
+    found = [looped_placement(num_positions, num_stages)]
+    if num_stages == 2 * num_positions and num_positions > 1:
+        found.append(v_placement(num_positions))
+    return [as_placement(places) for places in found]
 
 
 def planned(problem: Problem, orders: Iterable[Entries], make: Callable[..., Action] = Action) -> Plan:

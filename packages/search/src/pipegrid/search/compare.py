@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 from attrs import frozen
@@ -16,7 +15,7 @@ from pipegrid.plans.generators import SCHEDULES
 from pipegrid.plans.plan import Plan
 from pipegrid.plans.simulate import Costs, GivenCosts, OtherCutError, Simulation, simulate, with_slack
 from pipegrid.plans.verify import as_limit
-from pipegrid.search.found import hides
+from pipegrid.search.pairs import hides
 from pipegrid.search.search import greedy
 from pipegrid.timeline import amount, time_text
 
@@ -104,16 +103,16 @@ def compare(
         try:
             plans = (
                 _greedy(num_positions, num_microbatches, costs, memory_limit, {1, num_chunks, 2})
-                if (schedule := SCHEDULES.get(name)) is None
+                if name == "greedy"
                 else [
-                    schedule.plan(
+                    SCHEDULES[name].plan(
                         num_positions,
                         num_microbatches,
-                        num_chunks if schedule.chunks is None else None,
-                        num_slices=num_slices if schedule.sliced else None,
+                        num_chunks if SCHEDULES[name].chunks is None else None,
+                        num_slices=num_slices if SCHEDULES[name].sliced else None,
                         overlap=overlap,
                     )
-                    for overlap in ((False, True) if schedule.pairs and hides(costs) else (False,))
+                    for overlap in ((False, True) if SCHEDULES[name].pairs and hides(costs) else (False,))
                 ]
             )
             found = [_row(name, plan, costs, limit) for plan in plans]
@@ -150,8 +149,9 @@ def played(plan: Plan, costs: Costs) -> Simulation:
 
 def _row(name: str, plan: Plan, costs: Costs, limit: float) -> Row:
     step = played(plan, costs)
-    bubbles, peaks = (step.bubble(), step.bubble(of="span")), (step.peak(), step.peak(until="I"))
-    return Row(name, plan, step.makespan, *bubbles, *peaks, peaks[0] <= with_slack(limit))
+    bubble, of_span = step.bubble(), step.bubble(of="span")
+    peak, earlier = step.peak(), step.peak(until="I")
+    return Row(name, plan, step.makespan, bubble, of_span, peak, earlier, peak <= with_slack(limit))
 
 
 HEADINGS = ("schedule", "makespan", "bubble", "within span", "peak until W", "until I")
@@ -179,5 +179,7 @@ def comparison_table(rows: Sequence[Row], *, unit: str = "", terminal: bool = Fa
         )
         for row in rows
     ]
-    drawn = partial(table, color=True) if terminal else text_table
-    return drawn(HEADINGS, cells, right=range(1, len(HEADINGS))) + "\n"
+    right = range(1, len(HEADINGS))
+    if terminal:
+        return table(HEADINGS, cells, right=right, color=True) + "\n"
+    return text_table(HEADINGS, cells, right=right) + "\n"

@@ -17,7 +17,6 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import starmap
 from types import SimpleNamespace
 from typing import Any
 
@@ -37,10 +36,17 @@ _INSTRUCTION = re.compile(r"(\w+)\(((?:\w+=\w{1,9}(?:, )?)*)\)", re.ASCII)
 _META_STEP = re.compile(
     r"MetaStep\(type=(?:MetaStepType\.)?(\w+), micro_index=(\d{1,9}), stage_index=(\d{1,9})\)", re.ASCII
 )
-_META_STEPS = {f"{way}WD{end}": f"{end}_{way}".strip("_") for way in "FB" for end in ("", "_RECV", "_SEND")}
+_META_STEPS = {
+    f"{way}WD{end}": f"{kind}{phase}"
+    for way, phase in (("F", "F"), ("B", "B"))
+    for end, kind in (("", ""), ("_RECV", "RECV_"), ("_SEND", "SEND_"))
+}
 _CHUNK_CALL = re.compile(r"(\w+)\(((?:\d|True|False)(?:, (?:\d|True|False))*|)\)")
 _CHUNK_MESSAGES = {
-    f"_{verb}_{way}": f"{verb}_{way[0]}".upper() for way in ("forward", "backward") for verb in ("recv", "send")
+    "_recv_forward": "RECV_F",
+    "_send_forward": "SEND_F",
+    "_recv_backward": "RECV_B",
+    "_send_backward": "SEND_B",
 }
 _CHUNK_CALLS = (
     *_CHUNK_MESSAGES,
@@ -220,7 +226,7 @@ def _chunk_launches(calls: Iterable[Any], rank: int, count: int, *, folded: bool
             if stages[phases[0]] % count != (0 if kind in ("RECV_F", "SEND_B") else count - 1):
                 queued.append(word(kind, phases[0]))
             continue
-        if _PHASES.get(name) == 0 and queued:
+        if name in ("_commit_and_wait_comm", "_weight_chunk") and queued:
             yield {"batch": queued}
             queued = []
         if name == "_weight_chunk":
@@ -251,11 +257,15 @@ def plan_of_jaxpp(tasks: Sequence[Sequence[Any]]) -> Plan:
 
 
 def _words(entry: Any, path: str) -> list[str]:
-    is_fused = isinstance(entry, (tuple, list)) and not (entry and isinstance(entry[0], int))
-    words = [_task(task, path) for task in (entry if is_fused else () if entry is None else (entry,))]
+    words = [_task(task, path) for task in _fused(entry)]
     kinds, pieces = ([re.sub(letters, " ", word) for word in words] for letters in (r"\d+", r"[A-Z]"))
     paired = kinds in ([" F ", " B "], [" F ", " I "]) and pieces[0] != pieces[1]
     return [f"({';'.join(words)})"] if paired else words
+
+
+def _fused(entry: Any) -> Sequence[Any]:
+    is_fused = isinstance(entry, (tuple, list)) and not (entry and isinstance(entry[0], int))
+    return entry if is_fused else () if entry is None else (entry,)
 
 
 def _task(task: Any, path: str) -> str:
@@ -310,19 +320,21 @@ def plan_of_megatron(
         )
     ranks = len(warmup)
 
-    def row(rank: int, first: int) -> Sequence[Step]:
+    def row(rank: int) -> Sequence[Step]:
         forwards = [Action(ActionKind.F, chunk * ranks + rank, microbatch) for microbatch, chunk in entries]
         if forward_only:
             return forwards
-        stages = [(chunks - 1 - chunk) * ranks + rank for _, chunk in entries]
-        backwards = [Action(ActionKind.B, stage, one[0]) for stage, one in zip(stages, entries, strict=True)]
+        backwards = [
+            Action(ActionKind.B, (chunks - 1 - chunk) * ranks + rank, microbatch) for microbatch, chunk in entries
+        ]
+        first = warmup[rank]
         paired: list[Step] = list(zip(forwards[first:], backwards, strict=False))
         if not overlap:
             paired = [action for pair in paired for action in actions_of(pair)]
         return [*forwards[:first], *paired, *backwards[len(forwards) - first :]]
 
     return Plan(
-        positions=list(starmap(row, enumerate(warmup))),
+        positions=[row(rank) for rank in range(ranks)],
         graph=chain(chunks * ranks),
         placement=[stage % ranks for stage in range(chunks * ranks)],
         num_microbatches=microbatches,

@@ -156,13 +156,10 @@ class _ListScheduler:
         for number, seat in enumerate(seats):
             for actor in seat.actors:
                 self.at[actor].append(number)
-        self.memory = []
-        for own, limit, guard in zip(self.at, calls.limits, calls.guards, strict=True):
-            left = [0] * problem.routes.num_units if guard else []
-            for seat in (seats[number] for number in own if guard and seats[number].trained):
-                for call in seat.calls:
-                    left[calls.age[call]] += 1
-            self.memory.append(_Memory(limit, guard, left))
+        self.memory = [
+            _Memory(limit, guard, self._forwards_left(actor) if guard else [])
+            for actor, (limit, guard) in enumerate(zip(calls.limits, calls.guards, strict=True))
+        ]
         self.rank = self._ranks()
         self.missing = [list(needs) for needs in calls.needs]
         self.arrives = [[0.0] * len(calls.seat) for _ in self.missing]
@@ -184,6 +181,13 @@ class _ListScheduler:
         ]
         self.wakes = [set[int]().union(*[stops[actor] for actor in seat.actors]) for seat in seats]
         self.events: list[tuple[float, int, int]] = []  # time, what, and a call or (`WAKE`) an actor
+
+    def _forwards_left(self, actor: int) -> list[int]:
+        left = [0] * self.calls.problem.routes.num_units
+        for number in self.at[actor]:
+            for call in self.seats[number].calls if self.seats[number].trained else ():
+                left[self.calls.age[call]] += 1
+        return left
 
     def _ranks(self) -> list[list[Rank]]:
         """Per kind and call, its rank."""

@@ -92,14 +92,13 @@ class _Patterns:
         if index == len(self.sweeps):
             live = max(self._live(position, dates) for position in self.ends)
             if live <= self.most_live:
-                stages = range(self.chain.num_positions)
-                numbers = [(one, index * len(stages) + at) for index, one in enumerate(dates) for at in stages]
-                yield Pattern(live, start, tuple(self._date(one, self.chain.position[at]) for one, at in numbers))
+                yield Pattern(live, start, self._dates(dates))
             return
         _, upward = self.sweeps[index]
         for turn, hop in itertools.product(TURNS if index else (0,), self.hops):
-            length, sign = self._way(hop, self.last), 1 if upward else -1
+            length = self._way(hop, self.last)
             zero = start + turn if upward else start + turn + length
+            sign = 1 if upward else -1
             now = {}
             for position in self.checked:
                 bit = 1 << (zero + sign * self._way(hop, position)) % self.period
@@ -124,3 +123,10 @@ class _Patterns:
                 lifetime = self._date(dates[count - 1 - index], position) + 1 - self._date(dates[index], position)
                 total += self.sizes[stage] * lifetime
         return total
+
+    def _dates(self, dates: tuple[tuple[int, int, int], ...]) -> tuple[int, ...]:
+        return tuple(
+            self._date(sweep, self.chain.position[number])
+            for index, sweep in enumerate(dates)
+            for number in range(index * self.chain.num_positions, (index + 1) * self.chain.num_positions)
+        )

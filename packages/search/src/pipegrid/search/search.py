@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from operator import itemgetter
 
 from attrs import define, evolve, field, frozen
 
@@ -21,8 +20,9 @@ from pipegrid.search.anneal import Annealing
 from pipegrid.search.bounds import lower_bound
 from pipegrid.search.candidates import listed, named, planned, problems, with_whole_backwards
 from pipegrid.search.exact import has_equal_costs, shortest
-from pipegrid.search.found import Found, candidate, hides, paired, rank_of, value_of, without_hidden
+from pipegrid.search.found import Found, candidate, rank_of, value_of
 from pipegrid.search.justify import justified
+from pipegrid.search.pairs import hides, paired, without_hidden
 from pipegrid.search.patterns import patterns
 
 
@@ -202,9 +202,10 @@ class _Clock:
         found = [one.offered[0] for one in self.searches if one.offered]
         if self.progress is None or not found:
             return
-        value, best = min(((value_of(one, self.searches[0].objective), one) for one in found), key=itemgetter(0))
+        objective = self.searches[0].objective
+        best = min(found, key=lambda entry: value_of(entry, objective))
         shares = [min(1.0, one.spent / one.total) if one.total else 1.0 for one in self.searches]
-        if self.progress(Progress(sum(shares) / len(shares), value, best.origin)):
+        if self.progress(Progress(sum(shares) / len(shares), value_of(best, objective), best.origin)):
             self.stopped = True
 
 
@@ -258,7 +259,9 @@ class _Search:
                 self._offer(entry and paired(entry, self.problem, self.objective))
 
     def is_done(self) -> bool:
-        return self.proved or any(value_of(one, self.objective) <= self.bound * (1 + 1e-9) for one in self.offered[:1])
+        """Whether the best so far is known to be the shortest."""
+        least = self.bound * (1 + 1e-9)
+        return self.proved or (bool(self.offered) and value_of(self.offered[0], self.objective) <= least)
 
     def _offer(self, entry: Found | None) -> None:
         if entry is not None:
@@ -317,6 +320,7 @@ class _Search:
         fitting = max(ANNEALED, int((share - self.spent) / 2 / cost / 2))  # patterns of the first round, evenly spread
 
         def squeeze(network: Network, pattern: int, way: int) -> float | None:
+            """The value of a pattern squeezed in one way; whole steps are kept as starts."""
             result = squeezed(network, found[pattern].dates, ways[way], objective=self.objective)
             self.spent += SQUEEZED * network.num_operations
             if result is not None and network.num_microbatches == self.network.num_microbatches:

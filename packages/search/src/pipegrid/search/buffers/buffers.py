@@ -42,7 +42,8 @@ class PositionBuffers:
 
     def __attrs_post_init__(self) -> None:
         if faults := faults_of(self.plan, self.position, self.arrivals):
-            raise PlanError(f"the buffers have {len(faults)} fault{'s' * (len(faults) > 1)}:", faults=faults)
+            count = f"{len(faults)} fault{'s' if len(faults) > 1 else ''}"
+            raise PlanError(f"the buffers have {count}:", faults=faults)
 
     @cached_property
     def slot_of(self) -> dict[Buffered, int]:

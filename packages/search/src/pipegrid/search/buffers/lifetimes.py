@@ -105,10 +105,12 @@ def lifetimes(
 
 
 def posts(received: Mapping[Buffered, int], lane_of: Mapping[Buffered, tuple[object, int]]) -> dict[Buffered, int]:
-    """The step in which each receive is posted, of those in the order of the plan; -1 is before the first.
+    """The step in which each receive is posted; -1 is before the first.
 
-    ``lane_of``: the lane of each message, whose receives are posted in order, and how many of it are posted before
-    their turn: at the start of a step the first ones, and at the turn of each the next.
+    Args:
+        received: the step of each receive, in the order of the plan.
+        lane_of: the lane of each message, whose receives are posted in order, and how many of it are posted before
+            their turn: at the start of a step the first ones, and at the turn of each the next.
     """
     lanes: dict[object, list[int]] = {}  # the steps of its receives so far
     found = {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from typing import Annotated, Literal, NamedTuple, TypeAlias
 
 from attrs import frozen
@@ -26,6 +25,11 @@ class Buffered(NamedTuple):
         action: ``RECV_F``, ``RECV_B``, ``SEND_F`` or ``SEND_B`` of a message; ``OFFLOAD`` of activations; of a copy of
             a value that stays on its position, the ``RECV_F`` that it would have elsewhere.
         peer: the position (with routes, the actor) at the other end; the position itself of a copy or an ``OFFLOAD``.
+
+    Examples:
+        >>> from pipegrid.plans import lower, one_f_one_b
+        >>> str(plan_buffers(lower(one_f_one_b(2, 1))).positions[1].arrivals[0].message.action)
+        '1RECV_F0<0'
     """
 
     action: Action
@@ -47,6 +51,11 @@ class SlotArrival:
             offload starts; -1 is before the first.
         slot: the number of its slot on the position.
         nbytes: of the message; 0 where that is not known.
+
+    Examples:
+        >>> from pipegrid.plans import lower, one_f_one_b
+        >>> plan_buffers(lower(one_f_one_b(2, 1)), nbytes=8).positions[1].arrivals[0].nbytes
+        8
     """
 
     message: Annotated[Buffered, instance(Buffered, "a Buffered(action, peer)")]
@@ -64,8 +73,17 @@ class Placed(NamedTuple):
     piece: int
 
 
-def messages_at(plan: Plan, flows: Dataflow, position: int, *, sent: bool) -> Iterator[Placed]:
-    """What ``position`` sends, or receives; several messages of an action with a stage on several positions."""
+def received_at(plan: Plan, flows: Dataflow, position: int) -> Iterator[Placed]:
+    """What the receives of ``position`` receive; several messages for a receive from a stage on several positions."""
+    return _messages(plan, flows, position, sent=False)
+
+
+def sent_at(plan: Plan, flows: Dataflow, position: int) -> Iterator[Placed]:
+    """What the sends of ``position`` send; several messages for a send to a stage on several positions."""
+    return _messages(plan, flows, position, sent=True)
+
+
+def _messages(plan: Plan, flows: Dataflow, position: int, *, sent: bool) -> Iterator[Placed]:
     by_way: dict[tuple[object, Direction], list[tuple[EdgeFlow, list[int]]]] = {}
     for flow in flows.crossing:
         ends = [route if sent else route[::-1] for route in flow.routes]
@@ -79,10 +97,6 @@ def messages_at(plan: Plan, flows: Dataflow, position: int, *, sent: bool) -> It
             for flow, peers in by_way.get((action.edge, action.direction), ()):
                 if piece in flow.pieces:
                     yield from (Placed(Buffered(action, peer), step, flow, piece) for peer in peers)
-
-
-received_at = partial(messages_at, sent=False)
-sent_at = partial(messages_at, sent=True)
 
 
 def copies_at(plan: Plan, flows: Dataflow, position: int) -> Iterator[Placed]:

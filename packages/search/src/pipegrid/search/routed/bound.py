@@ -120,7 +120,8 @@ def _staircase(ready: list[list[float]], duration: float, machines: int) -> list
     """The start of the j-th operation of several machines, no earlier than all of ``ready[j]``."""
     starts: list[float] = []
     for j, times in enumerate(ready):
-        starts.append(max([starts[j - machines] + duration if j >= machines else 0.0, *times]))
+        free = starts[j - machines] + duration if j >= machines else 0.0
+        starts.append(max([free, *times]))
     return starts
 
 

@@ -12,6 +12,7 @@ from pipegrid.core.tables import text_table
 from pipegrid.plans.errors import PlanError
 from pipegrid.plans.plan import Actor, Plan, Routes
 from pipegrid.plans.simulate import Costs, simulate, unit_costs
+from pipegrid.search.calls import RoutedProblem
 from pipegrid.search.routed.bound import routed_bound
 from pipegrid.search.routed.reroute import reroute
 from pipegrid.search.routed.schedule import improved, routed_problem
@@ -143,16 +144,21 @@ def lost_rank_costs(
         shortest = improved(free, bound, 1.0).makespan
         unsplit = evolve(free, whole=True)
         whole = improved(unsplit, routed_bound(unsplit), 1.0).makespan
-        makespans: list[float] = []
-        while not makespans or makespans[-1] > shortest * (1 + 1e-9):
-            more = len(makespans)
-            limits = [peak + more * free.held(place) for place, peak in enumerate(undisturbed.peaks())]
-            bounded = evolve(free, limits=tuple(limits))
-            found = improved(bounded, max(shortest, routed_bound(bounded)), 1.0).makespan
-            makespans.append(min([found, *makespans[-1:]]))
+        makespans = _trade(free, undisturbed.peaks(), shortest)
         room = least_room(plan, routes, makespans[-1], costs)
-        rows.append(LostRank(plan, num_replicas, position, undisturbed.makespan, tuple(makespans), bound, whole, room))
+        rows.append(LostRank(plan, num_replicas, position, undisturbed.makespan, makespans, bound, whole, room))
     return rows
+
+
+def _trade(problem: RoutedProblem, peaks: Sequence[float], shortest: float) -> tuple[float, ...]:
+    """The makespans with 0, 1, 2, ... more units on each position than ``peaks``, down to the shortest."""
+    makespans: list[float] = []
+    while not makespans or makespans[-1] > shortest * (1 + 1e-9):
+        limits = [peak + len(makespans) * problem.held(place) for place, peak in enumerate(peaks)]
+        bounded = evolve(problem, limits=tuple(limits))
+        found = improved(bounded, max(shortest, routed_bound(bounded)), 1.0).makespan
+        makespans.append(min([found, *makespans[-1:]]))
+    return tuple(makespans)
 
 
 def lost_rank_table(rows: Sequence[LostRank]) -> str:

@@ -132,9 +132,11 @@ def routed_problem(
     pace = as_speeds(speeds)
     problem = RoutedProblem(routes, plan.graph, plan.placement, costs, sizes, limits, pace, without, whole)
     for position, limit in enumerate(problem.limits):
-        if (least := problem.held(position)) > limit * (1 + 1e-9):
-            text = f"memory_limit {limit:g} of position {position} does not hold one unit; the least that works is"
-            raise PlanError(f"{text} {least:g}")
+        if problem.held(position) > limit * (1 + 1e-9):
+            raise PlanError(
+                f"memory_limit {limit:g} of position {position} does not hold one unit; the least that works is "
+                f"{problem.held(position):g}"
+            )
     return problem
 
 

@@ -76,8 +76,16 @@ def _even(arguments: Sequence[str]) -> None:
     parser.add_argument("--first", type=int, help="layers on the first rank")
     parser.add_argument("--last", type=int, help="layers on the last rank")
     options = parser.parse_args(arguments)
-    names = ("num_layers", "pp", "vpp", "account_for_embedding", "account_for_loss", "first", "last")
-    layout = even(**{name: getattr(options, name) for name in names}, grammar=_grammar(options.symbol))
+    layout = even(
+        options.num_layers,
+        options.pp,
+        options.vpp,
+        account_for_embedding=options.account_for_embedding,
+        account_for_loss=options.account_for_loss,
+        first=options.first,
+        last=options.last,
+        grammar=_grammar(options.symbol),
+    )
     _finish(options, layout, _report(options, layout))
 
 
@@ -157,13 +165,18 @@ def _grammar(symbols: Sequence[str]) -> LayoutGrammar:
 
 def _memory(options: argparse.Namespace) -> dict[str, Any]:
     """The arguments of `balance` and `report` about memory."""
-    memory, limit = options.memory and _read_json(options.memory), options.limit
+    memory = None if options.memory is None else _read_json(options.memory)
+    return {"memory": memory, "limit": _limit(options.limit), "microbatches": options.microbatches}
+
+
+def _limit(text: str | None) -> float | list[float] | None:
+    if text is None:
+        return None
     try:
-        limits = [float(part) for part in limit.split(",")] if limit is not None else [None]
+        numbers = [float(part) for part in text.split(",")]
     except ValueError as error:
-        raise LayoutError(f"--limit {limit!r} must be a number, or numbers with commas between them") from error
-    limit = limits[0] if len(limits) == 1 else limits
-    return {"memory": memory, "limit": limit, "microbatches": options.microbatches}
+        raise LayoutError(f"--limit {text!r} must be a number, or numbers with commas between them") from error
+    return numbers[0] if len(numbers) == 1 else numbers
 
 
 def _read_json(path: Path) -> dict[str, float] | list[float]:

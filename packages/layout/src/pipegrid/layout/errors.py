@@ -1,14 +1,8 @@
-"""Errors of layouts, the checks of whole numbers, and the picture of a fault: the string with a caret under it."""
+"""Errors of layouts, and the picture of one: the layout string with a caret under the fault."""
 
 from __future__ import annotations
 
 import unicodedata
-from typing import Any
-
-from pipegrid.core.fields import index_of, shown
-
-MAX_LAYERS = 1_000_000
-"""The most layers, and the most stages, of a layout."""
 
 _WINDOW = 100  # characters of a text shown around the caret; a 100,000-character layout must not fill a log
 
@@ -78,20 +72,3 @@ def _printable(char: str) -> str:
 
 def _width(char: str) -> int:
     return 0 if unicodedata.combining(char) else 2 if unicodedata.east_asian_width(char) in "WF" else 1
-
-
-def integer(value: Any, what: str, *, least: int, most: int | None = None) -> int:
-    """``value`` as an int in the closed range from ``least`` to ``most``."""
-    number = index_of(value)
-    if number is None or number < least or (most is not None and number > most):
-        bound = f"at least {least}" if most is None else f"{least} to {most}"
-        raise LayoutError(f"{what} is {shown(value)}; it must be an integer of {bound}")
-    return number
-
-
-def sizes_of_pipeline(pp: Any, vpp: Any) -> tuple[int, int]:
-    """Number of pp ranks and of chunks per rank, whose product is at most `MAX_LAYERS`."""
-    ranks, chunks = integer(pp, "pp", least=1), integer(vpp, "vpp", least=1)
-    if ranks * chunks > MAX_LAYERS:
-        raise LayoutError(f"pp {ranks} and vpp {chunks} make {ranks * chunks} stages; the most are {MAX_LAYERS:,}")
-    return ranks, chunks

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import enum
 import string
 from collections.abc import Mapping
@@ -9,7 +10,6 @@ from types import MappingProxyType
 
 import attrs
 
-from pipegrid.core.fields import nearest
 from pipegrid.layout.errors import LayoutError
 
 
@@ -77,7 +77,9 @@ class LayoutGrammar:
     def kind(self, name: object, *, where: str = "") -> str:
         """The kind of layer called ``name``: a LayerType where it is a standard one, else the registered name.
 
-        ``where``: prefix of the error text, such as ``"stage 3, layer 1: "``.
+        Args:
+            name: a LayerType or a name.
+            where: prefix of the error text, such as ``"stage 3, layer 1: "``.
         """
         if isinstance(name, LayerType):
             return name
@@ -85,8 +87,9 @@ class LayoutGrammar:
             return LayerType[name]
         if isinstance(name, str) and name in self._letter:
             return name
-        near = nearest(name, self._letter)
-        raise LayoutError(f"{where}{name!r} is not a kind of layer{near}; the grammar has {self.describe()}")
+        near = difflib.get_close_matches(str(name), map(str, self._letter), n=1)
+        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        raise LayoutError(f"{where}{name!r} is not a kind of layer{hint}; the grammar has {self.describe()}")
 
     def describe(self) -> str:
         """The letters with their kinds, for error texts."""

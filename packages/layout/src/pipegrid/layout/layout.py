@@ -14,7 +14,8 @@ from operator import itemgetter
 import attrs
 
 from pipegrid.core.strict_json import read_json
-from pipegrid.layout.errors import LayoutError, integer
+from pipegrid.layout.errors import LayoutError
+from pipegrid.layout.fields import integer
 from pipegrid.layout.grammar import LayerType, LayoutGrammar, grammar_of
 from pipegrid.layout.parser import parse
 from pipegrid.layout.text import align, name_layers, write, write_stage
@@ -145,11 +146,15 @@ class PipelineParallelLayerLayout:
         return list(range(offset, offset + self.get_num_layers_to_build(layer_type, vp_stage, pp_rank)))
 
     def validate_layer_layout(self, num_layers: int, mtp_num_layers: int | None = 0) -> bool:
-        """Check the layout against a language model with these numbers of decoder and MTP layers (None: 0).
+        """Check the layout against a language model with these numbers of decoder and MTP layers.
 
         The embedding is the first layer of the first stage, the loss the last layer of the last stage, each once;
         MTP layers follow all decoders, on one stage, which is the last chunk of a pp rank other than the first (with
         one pp rank, of that one). Encoders and registered kinds may be anywhere between.
+
+        Args:
+            num_layers: decoder layers of the model.
+            mtp_num_layers: MTP layers of the model; None means 0.
 
         Returns:
             Whether MTP is on a stage of its own, not on the last rank with the loss. The model then builds a copy of

@@ -22,10 +22,12 @@ import string
 
 import attrs
 
-from pipegrid.layout.errors import MAX_LAYERS, LayoutSyntaxError
+from pipegrid.layout.errors import LayoutSyntaxError
+from pipegrid.layout.fields import MAX_LAYERS
 from pipegrid.layout.grammar import LayoutGrammar
 
 _TOO_MANY = MAX_LAYERS + 1  # sums saturate here
+_COSMETIC = re.compile(r"[\s,]*")
 _ITEM = re.compile(
     r"""
     (?: \( (?P<flat> [A-Za-z|\s,]* ) \)               # a group with no group or count in it
@@ -33,7 +35,6 @@ _ITEM = re.compile(
       | (?P<bracket> [()] )
     )
     (?: [\s,]* (?P<star> \* ) [\s,]* (?P<count> [0-9]* ) (?P<more> (?: [\s,]* \* [\s,]* [0-9]* )* ) )?
-    [\s,]*
     """,
     re.VERBOSE,
 )
@@ -41,14 +42,22 @@ _REPEAT = re.compile(r"[\s,]*(?P<star>\*)[\s,]*(?P<count>[0-9]*)")
 
 
 def parse(text: str, grammar: LayoutGrammar) -> tuple[tuple[str, ...], ...]:
-    """For each stage of a layout string, in model order, its kinds of layer. The empty text is one empty stage.
+    """Read a layout string.
+
+    Returns:
+        For each stage, in model order, its kinds of layer. The empty text is one empty stage.
 
     Raises:
         LayoutSyntaxError: the text does not follow the grammar, or makes more than `MAX_LAYERS` layers or stages.
     """
-    stages = _expand(_scan(text, grammar)).split("|")
-    kinds = {stage: tuple(map(grammar.symbols.__getitem__, stage)) for stage in set(stages)}  # equal stages share one
-    return tuple(map(kinds.__getitem__, stages))
+    kinds = grammar.symbols
+    stages: dict[str, tuple[str, ...]] = {}  # equal stages share one tuple
+    result = []
+    for stage in _expand(_scan(text, grammar)).split("|"):
+        if stage not in stages:
+            stages[stage] = tuple(kinds[symbol] for symbol in stage)
+        result.append(stages[stage])
+    return tuple(result)
 
 
 _Token = tuple[str, int]
@@ -75,7 +84,7 @@ def _scan(text: str, grammar: LayoutGrammar) -> list[_Token]:
     tokens: list[_Token] = []
     size = _Size()  # of the group that is open, or of the whole
     around: list[tuple[_Size, int, int]] = []  # size, column and token of each group around it
-    column = len(text) - len(re.sub(r"\A[\s,]+", "", text))
+    column = _skip(text, 0)
     while column < len(text):
         item = _ITEM.match(text, column)
         if item is None:
@@ -111,7 +120,7 @@ def _scan(text: str, grammar: LayoutGrammar) -> list[_Token]:
             tokens.append((letters, count))
             separators = letters.count("|")
             size.add((len(letters) - separators) * count, separators * count, last)
-        column = item.end()
+        column = _skip(text, item.end())
     if around:
         raise LayoutSyntaxError(text, around[-1][1], "'(' that is never closed", "a ')' after it")
     if size.passed >= 0:
@@ -119,6 +128,12 @@ def _scan(text: str, grammar: LayoutGrammar) -> list[_Token]:
         found = f"more than {MAX_LAYERS:,} {what} up to here"
         raise LayoutSyntaxError(text, size.passed, found, f"at most {MAX_LAYERS:,}")
     return tokens
+
+
+def _skip(text: str, column: int) -> int:
+    """The first column from ``column`` on that holds neither white space nor a comma."""
+    match = _COSMETIC.match(text, column)
+    return match.end() if match else column
 
 
 def _count(text: str, item: re.Match[str]) -> int:
@@ -146,6 +161,7 @@ def _number(text: str, star: int, end: int, digits: str) -> int:
 
 
 def _unexpected(text: str, column: int, grammar: LayoutGrammar) -> LayoutSyntaxError:
+    """The error for a character that is not legal at its column."""
     if text[column] == "*":
         return LayoutSyntaxError(text, column, "'*'", "a layer, '|' or ')' before it, to repeat")
     hint = ", or '*' before a count" if text[column] in string.digits else ""

@@ -38,9 +38,11 @@ def _join(parts: Sequence[str]) -> str:
 
 def _repeat(text: str, count: int) -> str:
     """``text`` ``count`` times, folded where that is not longer (a single letter) or is shorter (a group)."""
-    single = len(text) == 1
-    folded = f"{text}*{count}" if single else f"({text})*{count}"
-    return folded if len(folded) < len(text) * count + single else text * count
+    if len(text) == 1:
+        folded = f"{text}*{count}"
+        return folded if len(folded) <= count else text * count
+    folded = f"({text})*{count}"
+    return folded if len(folded) < len(text) * count else text * count
 
 
 def _fold(runs: list[str]) -> list[str]:
@@ -74,13 +76,14 @@ def _count(runs: list[str], start: int, period: int) -> int:
 def align(rows: Sequence[Sequence[str]], *, right: frozenset[int] = frozenset()) -> str:
     """Rows of cells as lines with aligned columns; the columns in ``right`` are aligned to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(
+    lines = []
+    for row in rows:
+        cells = [
             cell.rjust(width) if index in right else cell.ljust(width)
             for index, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    )
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
 
 
 def name_layers(layers: Sequence[str]) -> str:

@@ -12,7 +12,8 @@ from pipegrid.layout.balancing.in_flight import Peaks, peaks_of
 from pipegrid.layout.balancing.partition import Chain, best_partition, rightmost
 from pipegrid.layout.balancing.profile import Costs, ExactMemory, Memories, model_layers, read_profile
 from pipegrid.layout.balancing.report import LayoutReport, measure
-from pipegrid.layout.errors import LayoutInfeasibleError, integer, sizes_of_pipeline
+from pipegrid.layout.errors import LayoutInfeasibleError
+from pipegrid.layout.fields import integer, sizes_of_pipeline
 from pipegrid.layout.grammar import LayerType, LayoutGrammar, grammar_of
 from pipegrid.layout.layout import PipelineParallelLayerLayout, check_rules, first_mtp_stage
 from pipegrid.layout.text import write_stage

@@ -92,20 +92,29 @@ def search(chain: Chain, ranks: Sequence[RankLimit], *, nodes: int) -> SearchRes
         options = [leftmost(chain, caps, bound), rightmost(chain, caps, bound)]
         return _node(chain, ranks, caps, bound, [cuts for cuts in options if cuts is not None])
 
-    first, least, complete, closest = _best_first(chain, ranks, bottleneck, root, nodes=nodes)
-    if first is None:
-        return SearchResult(None, least, complete, closest)
-    ceiling = first.bound
+    first = _best_first(chain, ranks, bottleneck, root, nodes=nodes)
+    if first.best is None:
+        return SearchResult(None, first.bound, first.complete, first.closest)
+    ceiling = first.best.bound
 
     def spread(caps: tuple[Caps, ...], at_least: int) -> _Node | None:
         del at_least
         partition = least_spread(chain, caps, ceiling)
         return None if partition is None else _node(chain, ranks, caps, -partition.floor, [partition.cuts])
 
-    second, _, proved, _ = _best_first(chain, ranks, spread, root, nodes=nodes)
+    second = _best_first(chain, ranks, spread, root, nodes=nodes)
     # The second search may end without a solution; the first one's remains.
-    solutions = [measured(chain, node.cuts) for node in (first, second) if node is not None]
-    return SearchResult(max(solutions, key=attrgetter("floor")), least, complete and proved)
+    solutions = [measured(chain, node.cuts) for node in (first.best, second.best) if node is not None]
+    best = max(solutions, key=attrgetter("floor"))
+    return SearchResult(best, first.bound, first.complete and second.complete)
+
+
+@attrs.frozen
+class _BestFirst:
+    best: _Node | None
+    bound: int | None
+    complete: bool
+    closest: Sequence[int] | None = None
 
 
 def _best_first(
@@ -115,11 +124,11 @@ def _best_first(
     root_caps: tuple[Caps, ...],
     *,
     nodes: int,
-) -> tuple[_Node | None, int | None, bool, Sequence[int] | None]:
-    """The node with the least bound whose solution overdraws no rank; then as `SearchResult` from its bound on."""
+) -> _BestFirst:
+    """The node with the least bound whose solution overdraws no rank."""
     root = solve(root_caps, 0)
     if root is None:
-        return None, None, True, None
+        return _BestFirst(None, None, complete=True)
     order, dives = count(), 1
     heap: list[tuple[int, int, int, _Node]] = []
     known = set()
@@ -140,7 +149,7 @@ def _best_first(
                 known.add(key)
                 if len(known) > nodes:
                     bound = min(node.bound, *(entry[0] for entry in heap)) if heap else node.bound
-                    return best, bound, False, closest.cuts
+                    return _BestFirst(best, bound, complete=False, closest=closest.cuts)
                 child = solve(caps, node.bound)
                 if child is not None and (best is None or child.bound < best.bound):
                     children.append(child)
@@ -154,7 +163,7 @@ def _best_first(
             node = heapq.heappop(heap)[-1]
             if best is not None and node.bound >= best.bound:
                 node = None  # nor is any other open node better
-    return best, None if best is None else best.bound, True, closest.cuts
+    return _BestFirst(best, None if best is None else best.bound, complete=True, closest=closest.cuts)
 
 
 def _node(

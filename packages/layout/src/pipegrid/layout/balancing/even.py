@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from pipegrid.layout.errors import MAX_LAYERS, LayoutError, integer, sizes_of_pipeline
+from pipegrid.layout.errors import LayoutError
+from pipegrid.layout.fields import MAX_LAYERS, integer, sizes_of_pipeline
 from pipegrid.layout.grammar import LayerType, LayoutGrammar, grammar_of
 from pipegrid.layout.layout import PipelineParallelLayerLayout
 

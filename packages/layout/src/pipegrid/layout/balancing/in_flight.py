@@ -15,17 +15,24 @@ from collections.abc import Sequence
 from operator import ge
 
 from pipegrid.core.fields import shown
-from pipegrid.layout.errors import LayoutError, integer, sizes_of_pipeline
+from pipegrid.layout.errors import LayoutError
+from pipegrid.layout.fields import integer, sizes_of_pipeline
 
 Peaks = Sequence[Sequence[Sequence[int]]]
 """Combinations of in-flight microbatches per chunk that occur on each rank, as `in_flight_1f1b` returns them."""
 
 
 def in_flight_1f1b(pp: int, vpp: int = 1, microbatches: int | None = None) -> tuple[tuple[tuple[int, ...], ...], ...]:
-    """The peaks of 1F1B on ``pp`` ranks, interleaved where ``vpp > 1`` chunks are on each.
+    """The peaks of 1F1B, interleaved where ``vpp > 1``.
 
-    For each rank, the combinations of in-flight microbatches per chunk that occur in a step of so many ``microbatches``
-    (None: enough to reach the steady state), and that no other combination exceeds in every chunk.
+    Args:
+        pp: number of pp ranks.
+        vpp: number of chunks per rank.
+        microbatches: per step; None for enough to reach the steady state.
+
+    Returns:
+        For each rank, the combinations of in-flight microbatches per chunk that occur in a step and that no other
+        combination exceeds in every chunk.
     """
     pp, vpp = sizes_of_pipeline(pp, vpp)
     if microbatches is not None:

@@ -10,7 +10,8 @@ from pipegrid.fake_nccl.groups.pairs import LazyGroup, LegacyGroup
 from pipegrid.fake_nccl.watchdog import LegacyRules, Nccl2Rules
 from pipegrid.fake_nccl.groups.backend import register
 from pipegrid.fake_nccl.groups.work import FakeWork
-from pipegrid.fake_nccl.virtual_streams.late import HostSync, LateRun
+from pipegrid.fake_nccl.virtual_streams.host_syncs import HostSync
+from pipegrid.fake_nccl.virtual_streams.late import LateRun
 from pipegrid.fake_nccl.virtual_streams.streams import Streams
 from pipegrid.fake_nccl.virtual_streams.virtual import VirtualEvent, VirtualStream
 

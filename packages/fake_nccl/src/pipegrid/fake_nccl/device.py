@@ -7,11 +7,7 @@ An entry is what NCCL launches as one kernel: a batch of transfers, or one colle
 - An entry that lost its peer keeps running: NCCL's kernels over shared memory spin. With ``reports_peer_errors`` it
   ends with an error instead, as over a network.
 - `abort` ends the entries of one group, then blocks until every entry that this rank had launched has ended: freeing
-  the group's memory waits for the whole device. Aborts of several stuck groups one by one therefore hang.
-- While an abort drains, no thread polls the device unless the abort of every group with an entry under way has begun.
-  A poll (`Work.is_completed`, `Event.query`) keeps the interpreter's lock, and on a GPU may wait in the driver behind
-  the free: then no thread could begin the abort that the free waits for.
-- A group is destroyed when its entries have ended, or after its abort has begun.
+  the group's memory waits for the whole device. Aborts of several stuck groups one by one therefore hang. See `frees`.
 - The watchdog fails an entry that is older than its group's timeout, and the test with it; see `watchdog`.
 """
 
@@ -23,7 +19,7 @@ import queue
 import threading
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from attrs import define, field
@@ -40,6 +36,7 @@ from pipegrid.fake_nccl.entries import (
     What,
 )
 from pipegrid.fake_nccl.flight_recorder import FakeFlightRecorder
+from pipegrid.fake_nccl.frees import Frees
 from pipegrid.fake_nccl.virtual_streams.late import LateRun
 from pipegrid.fake_nccl.virtual_streams.player import DONE, PATIENCE_SECONDS
 from pipegrid.fake_nccl.virtual_streams.streams import Streams
@@ -47,7 +44,6 @@ from pipegrid.fake_nccl.virtual_streams.virtual import Clock, VirtualStream, not
 from pipegrid.fake_nccl.watchdog import LegacyRules, Nccl2Rules, Watchdog
 
 _WATCHDOG_SECONDS = 0.05
-_MOST_VIOLATIONS = 20
 
 
 @define(eq=False)
@@ -112,15 +108,14 @@ class FakeDevice:
         self.timeline: list[Moment] = []
         self.violations: list[str] = []
         self.streams = Streams(self.violations)
-        self._aborted: set[str] = set()  # groups whose abort has begun
-        self._draining: list[str] = []  # those whose abort has not returned
+        self._frees = Frees(self.unfinished, self.violations)
 
         def end_old(entry: QueueEntry, error: Exception) -> None:
             self._cancel([entry], [entry.launch.group], error)
 
         legacy = LegacyRules() if nccl2 is None else None
-        self.watchdog = Watchdog(self.unfinished, self._aborted, end_old, self.dump, self.violations, legacy)
-        self.streams.before_poll = self._require_pollable
+        self.watchdog = Watchdog(self.unfinished, self._frees.has_begun, end_old, self.dump, self.violations, legacy)
+        self.streams.before_poll = self._frees.require_pollable
         self.streams.before_compute = lambda: self.drain() if self.drains_at_compute else None
         self.streams.drain = self.drain
         self._marked: list[tuple[str, VirtualStream, Clock]] = []
@@ -147,8 +142,14 @@ class FakeDevice:
     def dump(self, prefix: str | os.PathLike[str] | None = None) -> Path | None:
         """Write the launches so far and the progress of each, in the format of torch's flight recorder.
 
-        The file has the name ``<prefix><rank>``, with the ``prefix`` by default from ``TORCH_FR_DUMP_TEMP_FILE`` or
-        ``TORCH_NCCL_DEBUG_INFO_TEMP_FILE``; None without any. The watchdog writes it before it ends an entry.
+        The watchdog does so before it ends an entry, where ``TORCH_FR_DUMP_TEMP_FILE`` or
+        ``TORCH_NCCL_DEBUG_INFO_TEMP_FILE`` says where.
+
+        Args:
+            prefix: of the file's name, the rank follows; by default, that of the variables.
+
+        Returns:
+            The file; None where nothing says where.
         """
         with self._lock:
             moments = list(self.timeline)
@@ -220,7 +221,8 @@ class FakeDevice:
     def late(self, *, patience: float = PATIENCE_SECONDS) -> Iterator[LateRun]:
         """Run operations of this thread late inside the block; see `pipegrid.fake_nccl.virtual_streams.late`.
 
-        After ``patience`` seconds without an operation, a wait or a poll by the host the device goes on.
+        Args:
+            patience: seconds without an operation, a wait or a poll by the host after which the device goes on.
         """
         waits_hold, self.waits_hold = self.waits_hold, False
         try:
@@ -270,21 +272,16 @@ class FakeDevice:
 
     def abort(self, groups: Sequence[str], error: Exception) -> None:
         """End the entries of ``groups`` with ``error``, then `drain`."""
-        self._aborted.update(groups)
-        self._draining += groups
-        try:
+        with ExitStack() as aborts:
+            for group in groups:
+                aborts.enter_context(self._frees.abort(group))
             stuck = [entry for entry in self.unfinished() if entry.launch.group in groups]
             self._cancel(stuck, {entry.launch.group for entry in stuck if entry.started}, error)
             self.drain()
-        finally:
-            for group in groups:
-                self._draining.remove(group)
 
     def shut_down(self, group: str, *, alone: bool = False) -> None:
         """Free a group, whose entries should have ended: `drain` the device, or the group ``alone``."""
-        left = () if group in self._aborted else self.unfinished(group)
-        if left:
-            self._misuse(f"group {group} was destroyed with {left[0]} under way; drain or abort it first")
+        self._frees.require_idle(group)
         self.drain(group if alone else None)
 
     def close(self) -> None:
@@ -301,21 +298,6 @@ class FakeDevice:
             thread.join()
         self.watchdog.store = None
         self._cuts.clear()  # they hold the groups, and this device is held until the next one is registered
-
-    def _require_pollable(self) -> None:
-        """Note a poll during an abort that waits for an entry of a group whose own abort has not started."""
-        draining = list(self._draining)
-        running = [one for one in self.unfinished() if one.started] if draining else ()
-        left = [one for one in running if not one.cancelled.is_set() and one.launch.group not in self._aborted]
-        if left:
-            self._misuse(
-                f"thread {threading.current_thread().name} polled the device while the abort of group {draining[0]} "
-                f"waited for {left[0]}, whose abort had not started"
-            )
-
-    def _misuse(self, text: str) -> None:
-        if len(self.violations) < _MOST_VIOLATIONS:
-            self.violations.append(text)
 
     def _note(self, what: What, of: LaunchRecord | Mark) -> None:
         self.timeline.append(Moment(what, of))

@@ -76,9 +76,11 @@ class FakeFlightRecorder:
 
         The rank is the global one, from the groups so far; 0 without one.
         """
-        if (name := self.prefix if prefix is None else os.fspath(prefix)) is None:
+        name = self.prefix if prefix is None else os.fspath(prefix)
+        if name is None:
             return None
-        path = Path(f"{name}{next((ranks[here] for ranks, here in self.groups.values()), 0)}")
+        rank = next((ranks[here] for ranks, here in self.groups.values()), 0)
+        path = Path(f"{name}{rank}")
         path.write_bytes(pickle.dumps(self.dump(moments)))
         return path
 
@@ -113,7 +115,8 @@ class FakeFlightRecorder:
                     "output_sizes": [size for size, _ in outputs],
                     "output_dtypes": [kind for _, kind in outputs],
                     "state": states[launch.number],
-                    **dict.fromkeys(("time_discovered_started_ns", "time_discovered_completed_ns")),
+                    "time_discovered_started_ns": None,
+                    "time_discovered_completed_ns": None,
                     "retired": False,
                     "timeout_ms": round(1000 * timeout),
                     "is_p2p": messages,

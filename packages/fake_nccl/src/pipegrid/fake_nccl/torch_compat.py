@@ -74,4 +74,22 @@ def tensors_in(value: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf.layout is torch.strided]
 
 
-__all__ = ["TorchDispatchMode", "tree_leaves", "tree_map"]  # of those imported here, the ones for others
+__all__ = [
+    "BOUND_KIND",
+    "SPLITS_BACKENDS",
+    "BackendBase",
+    "GroupBase",
+    "TorchDispatchMode",
+    "WeakStorage",
+    "WorkBase",
+    "arguments_of",
+    "is_empty",
+    "is_view",
+    "living",
+    "name_of",
+    "reads_values",
+    "tensors_in",
+    "tree_leaves",
+    "tree_map",
+    "written_by",
+]

@@ -1,7 +1,10 @@
 """The watchdog of a fake GPU, and the heartbeat monitor of its process; their time is that of the moved clock.
 
-An entry that is older than its group's timeout is ended: a violation. By the rules of ``nccl-legacy`` that, and the
-error of an entry, set a key in the store, below all prefixes, which tells all ranks to dump: see `LegacyRules`.
+- An entry that is older than its group's timeout is ended: a violation.
+- By the rules of ``nccl-legacy`` the error of an entry ends the process after a grace, unless its group was aborted by
+  then: a violation.
+- For both, ``nccl-legacy`` tells all ranks to dump by a key in the store, below all prefixes. The monitor of a process
+  that finds the key ends it minutes later, whoever left the key there: a violation.
 """
 
 from __future__ import annotations
@@ -23,13 +26,14 @@ _LOOK_SECONDS = 1.0  # between two looks into the store
 class LegacyRules:
     """Settings of the watchdog and the heartbeat monitor of ``nccl-legacy``.
 
-    Each end of the process fails the test.
+    The error of an entry ends the process ``grace`` seconds later, unless its group was aborted by then. The watchdog
+    then sets the key ``exception_dump`` in the store; a process that finds the key, of an earlier attempt of the job as
+    well, ends ``dump_grace`` seconds later. Each of these fails the test.
 
     Attributes:
-        grace: seconds from the error of an entry to the end of the process, unless its group was aborted by then.
+        grace: seconds from an error to the end of the process.
         handling: ``TORCH_NCCL_ASYNC_ERROR_HANDLING``; with 0 an error ends nothing.
-        dump_grace: seconds from a look that finds the key ``exception_dump`` in the store, which the watchdog sets at
-            an error (of an earlier attempt of the job as well), to the end of the process.
+        dump_grace: seconds from a look that finds the dump key in the store to the end of the process.
 
     Examples:
         >>> LegacyRules(handling=0).grace
@@ -66,7 +70,7 @@ class Watchdog:
 
     Attributes:
         unfinished: launched entries that have not ended.
-        aborted: the groups whose abort has begun.
+        is_aborted: whether the abort of a group has begun.
         end: ends an entry with an error.
         dump: writes the flight recorder's file; called before an entry is ended.
         violations: the list to which broken rules are added.
@@ -75,7 +79,7 @@ class Watchdog:
     """
 
     unfinished: Callable[[], Sequence[QueueEntry]]
-    aborted: set[str]
+    is_aborted: Callable[[str], bool]
     end: Callable[[QueueEntry, Exception], None]
     dump: Callable[[], object]
     violations: list[str]
@@ -97,7 +101,6 @@ class Watchdog:
                 self.end(entry, RuntimeError(text))
         if self.rules is not None:
             self._end_process(now, self.rules)
-        if self.rules is not None and self.store is not None:
             self._monitor(now, self.rules)
 
     def note(self, entry: QueueEntry) -> None:
@@ -108,10 +111,10 @@ class Watchdog:
 
     def _end_process(self, now: float, rules: LegacyRules) -> None:
         for group, (since, what) in list(self._failed.items()):
-            aborted = group in self.aborted
-            if aborted or now - since > rules.grace:
+            if self.is_aborted(group):
                 del self._failed[group]
-            if not aborted and now - since > rules.grace:
+            elif now - since > rules.grace:
+                del self._failed[group]
                 self.violations.append(
                     f"the process was ended by torch's watchdog: {what} failed, and its group was not aborted within "
                     f"{rules.grace:g} s"
@@ -123,6 +126,8 @@ class Watchdog:
                 self.store.set(DUMP_KEY, "1")
 
     def _monitor(self, now: float, rules: LegacyRules) -> None:
+        if self.store is None:
+            return
         if self._found is None and now - self._looked >= _LOOK_SECONDS:
             self._looked = now
             with contextlib.suppress(RuntimeError):

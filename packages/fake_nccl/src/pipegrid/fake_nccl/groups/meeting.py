@@ -45,7 +45,10 @@ class Meeting:
     def connect(self, seconds: float, how: str = "") -> None:
         """Arrive, and wait for the others as a communicator's creation does, for ``seconds`` at most.
 
-        Else `DistBackendError`, whose text ends with ``how`` they connect.
+        ``how`` they connect, at the end of the error's text.
+
+        Raises:
+            DistBackendError: some did not arrive.
         """
         end = time.monotonic() + seconds  # of a clock that a test may move
         if not self.wait(lambda: time.monotonic() > end):

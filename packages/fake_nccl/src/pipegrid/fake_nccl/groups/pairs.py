@@ -1,6 +1,8 @@
 """Communicators of pairs beside that of a group: for lone messages, as in ``nccl-legacy`` and ``nccl-lazy``.
 
-Each communicator has a stream, so nothing orders a lone message and a batch, or lone messages of two peers.
+A batch or a collective is on the group's communicator; a lone message is on that of the two ranks, in both directions,
+made at the first one: the host waits there until the peer has one as well. Each communicator has a stream, so
+nothing orders a lone message and a batch, or lone messages of two peers.
 """
 
 from __future__ import annotations
@@ -84,6 +86,14 @@ class LegacyGroup(PairsGroup):
     with a bound device (``device_id``, or `eager_connect_single_device`) is connected before, and has one communicator
     for everything; new groups beside a bound default group are splits of it. An abort ends all communicators of a group
     together.
+
+    Examples:
+        >>> import torch, torch.distributed as dist
+        >>> device = FakeDevice(lazy=True)
+        >>> dist.init_process_group(register(device), store=dist.HashStore(), rank=0, world_size=1)
+        >>> type(dist.group.WORLD._get_backend(torch.device("cpu"))).__name__
+        'LegacyGroup'
+        >>> device.close()
     """
 
     supports_splitting = True

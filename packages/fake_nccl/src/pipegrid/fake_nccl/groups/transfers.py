@@ -85,14 +85,7 @@ class HiddenGroup:
         kinds, others = self._move(transfers)
         for transfer, kind, other in zip(transfers, kinds, others, strict=True):
             if not torch.equal(kind, other):
-                verb, match = ("sends", "receives") if transfer.sending else ("receives", "sends")
-                text = (
-                    f"rank {self._ranks[self._here]} {verb} {_text(kind)} in group {self._name} where "
-                    f"rank {self._ranks[transfer.peer]} {match} {_text(other)}; "
-                    "NCCL compares neither, and hangs or moves a part"
-                )
-                self._violations.append(text)
-                raise MismatchError(text)
+                raise self._mismatch(transfer, _text(kind), _text(other))
         for transfer in transfers:
             there = transfer.memory
             if there is None:
@@ -124,21 +117,13 @@ class HiddenGroup:
         for transfer, kind, other, works in zip(transfers, kinds, others, posted, strict=True):
             if not transfer.sending:
                 works.pop().wait(NEVER)
-                there = (
-                    transfer.copy
-                    if torch.equal(kind, other)
-                    else torch.empty(int(_text(other).split()[0]), dtype=torch.uint8)
-                )
+                there = transfer.copy if torch.equal(kind, other) else torch.empty(_nbytes(other), dtype=torch.uint8)
                 hidden.recv([there], transfer.peer, _DATA).wait(NEVER)
                 works.append(hidden.send([kind], transfer.peer, _ANSWER))
         for index, (transfer, works) in enumerate(zip(transfers, posted, strict=True)):
-            with self._lock:
-                buffered = self._buffered[transfer.peer] + transfer.copy.nbytes
-                fits = transfer.sending and self._device.eager_bytes > 0 and buffered <= self._device.eager_bytes
-                self._buffered[transfer.peer] += transfer.copy.nbytes if fits else 0
-            if fits:  # the send ends before its receive is posted, which compares the kinds
+            if transfer.sending and self._buffer(transfer):
                 self._end_later(transfer, [*works, others[index]])
-                others[index] = kinds[index]
+                others[index] = kinds[index]  # the receive compares them
             else:
                 _wait_all(works)
         return kinds, others
@@ -162,6 +147,14 @@ class HiddenGroup:
             elif self._cut.wait(_LOOK_SECONDS):
                 raise RuntimeError(f"group {self._name} was cut while its ranks connected")
 
+    def _buffer(self, transfer: PostedTransfer) -> bool:
+        """Whether a send ends before its receive is posted: its bytes fit into the buffer."""
+        with self._lock:
+            fits = self._buffered[transfer.peer] + transfer.copy.nbytes <= self._device.eager_bytes
+            eager = self._device.eager_bytes > 0 and fits
+            self._buffered[transfer.peer] += transfer.copy.nbytes if eager else 0
+        return eager
+
     def _end_later(self, transfer: PostedTransfer, works: Sequence[Any]) -> None:
         """Wait for a buffered send in a thread of its own: torch has no poll of gloo's transfers."""
 
@@ -172,6 +165,15 @@ class HiddenGroup:
                 self._buffered[transfer.peer] -= transfer.copy.nbytes
 
         threading.Thread(target=wait, name="fake eager send", daemon=True).start()
+
+    def _mismatch(self, transfer: PostedTransfer, here: str, there: str) -> MismatchError:
+        verb, other = ("sends", "receives") if transfer.sending else ("receives", "sends")
+        text = (
+            f"rank {self._ranks[self._here]} {verb} {here} in group {self._name} where rank "
+            f"{self._ranks[transfer.peer]} {other} {there}; NCCL compares neither, and hangs or moves a part"
+        )
+        self._violations.append(text)
+        return MismatchError(text)
 
     def cut(self) -> None:
         """Close the connections: a gloo wait that times out does, at both ends."""
@@ -209,6 +211,10 @@ def _kind(tensor: Tensor) -> Tensor:
 
 def _text(kind: Tensor) -> str:
     return bytes(kind.tolist()).decode().strip()
+
+
+def _nbytes(kind: Tensor) -> int:
+    return int(_text(kind).split()[0])
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -35,7 +35,19 @@ class FakeWork(WorkBase):  # type: ignore[misc]
     `FakeDevice`. With a timeout it holds the host in both; past it, it aborts the group and raises, and so it does
     with what the entry failed with.
 
-    ``holds``: whether a wait holds the host. ``abort``: that of the group.
+    Args:
+        entry: of the work.
+        device: that it was launched on.
+        holds: whether a wait holds the host.
+        abort: that of the group.
+
+    Examples:
+        >>> import torch, torch.distributed as dist
+        >>> device = FakeDevice()
+        >>> dist.init_process_group(register(device), store=dist.HashStore(), rank=0, world_size=1)
+        >>> type(dist.all_reduce(torch.ones(4), async_op=True)).__name__
+        'FakeWork'
+        >>> device.close()
     """
 
     def __init__(self, entry: QueueEntry, device: FakeDevice, *, holds: bool, abort: Callable[[], None]) -> None:

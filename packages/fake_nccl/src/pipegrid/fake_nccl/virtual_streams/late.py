@@ -1,8 +1,9 @@
 """A device that runs late: operations that are queued when they are called, and computed when the host waits.
 
-The values (see `LateRun`) are in device memory, a second memory behind each storage, which tasks on virtual streams
-compute. Tensors that existed before are copied to the device at their first use, and all values are copied back at the
-end.
+Inside `FakeDevice.late` an operation returns at once, with a tensor of the right shape whose values are not there:
+on the host it holds 0xff in each byte (NaN, -1) and never anything else. The values are in device memory, a second
+memory behind each storage, which tasks on virtual streams compute. Tensors that existed before are copied to the
+device at their first use, and all values are copied back at the end.
 
 The tensors are plain ones: whatever looks at a tensor's type, storage or strides takes the same way as on a GPU, and
 memory is given back when the host drops it, not when the device has used it. Freed memory is overwritten in the order
@@ -11,9 +12,7 @@ of the stream that it was allocated on, so that a later use on another stream fi
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,39 +20,10 @@ from attrs import define, field, frozen
 from torch import Tensor
 
 from pipegrid.fake_nccl.torch_compat import tree_leaves, tree_map
+from pipegrid.fake_nccl.virtual_streams.host_syncs import HostSync
 from pipegrid.fake_nccl.virtual_streams.player import Player, Signal
 
-UNREAD_BYTE = 0xFF
-_NOT_THE_CALLER = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
-
-
-@frozen
-class HostSync:
-    """A point at which the host would wait for the GPU.
-
-    Attributes:
-        what: the call.
-        where: its source line, ``file:line``.
-        stack: the lines of its callers, the innermost first.
-
-    Examples:
-        >>> str(HostSync("aten::item", "train.py:12"))
-        'aten::item at train.py:12'
-    """
-
-    what: str
-    where: str
-    stack: tuple[str, ...] = ()
-
-    def __str__(self) -> str:
-        return f"{self.what} at {self.where}"
-
-
-def caller() -> tuple[str, tuple[str, ...]]:
-    """The innermost source line that is neither torch's nor this package's, and all such lines from it outwards."""
-    frames = [each for each in traceback.extract_stack() if not each.filename.startswith(_NOT_THE_CALLER)]
-    stack = tuple(f"{frame.filename}:{frame.lineno} in {frame.name}" for frame in reversed(frames))
-    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "", stack
+_UNREAD_BYTE = 0xFF
 
 
 @define(eq=False)
@@ -103,6 +73,11 @@ class LateRun:
         """Every point so far at which the host waited for the device, in order."""
         return self._syncs[self._before :]
 
+    def grow(self, nbytes: int) -> None:
+        """Add to the live bytes."""
+        self.live_bytes += nbytes
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+
     def shrink(self, nbytes: int, after: Sequence[Signal]) -> None:
         """Subtract from the live bytes, once all of ``after`` is done."""
         pending = [signal for signal in after if not signal.done]
@@ -112,16 +87,52 @@ class LateRun:
             self.live_bytes -= nbytes
 
 
+def new_block(nbytes: int) -> Tensor:
+    """Device memory that holds no values."""
+    return torch.full((nbytes,), _UNREAD_BYTE, dtype=torch.uint8)
+
+
+def copy_of(storage: torch.UntypedStorage) -> Tensor:
+    """Device memory with the values of a storage on the host."""
+    return torch.empty(0, dtype=torch.uint8).set_(storage).clone()
+
+
+def seen_through(tensor: Tensor, block: Tensor) -> Tensor:
+    """The part of device memory that is behind a tensor."""
+    plain: Any = torch.empty(0, dtype=tensor.dtype)
+    shape, strides = tensor.size(), tensor.stride()
+    behind: Tensor = plain.set_(block.untyped_storage(), tensor.storage_offset(), shape, strides)
+    return behind
+
+
+def make_unreadable(block: Tensor) -> None:
+    """Overwrite device memory."""
+    block.fill_(_UNREAD_BYTE)
+
+
+def without_values(like: _TensorShape) -> Tensor:
+    """A tensor of that shape and those strides whose values are not on the host."""
+    tensor = torch.empty_strided(like.size, like.strides, dtype=like.dtype)
+    torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).fill_(_UNREAD_BYTE)
+    return tensor
+
+
 def results_of(operation: Any, args: Any, kwargs: dict[str, Any], known: dict[Any, Any]) -> Any:
     """The results of a call, without values: an argument that it returns, or new tensors.
 
-    The shapes are those that the operation gives of zeros, or ``known`` from earlier calls. (Of meta tensors it would
-    give the same, but the first use of those takes seconds in every process.)
+    The shapes are those that the operation gives of zeros. (Of meta tensors it would give the same, but the first use
+    of those takes seconds in every process.)
+
+    Args:
+        operation: the operation that torch dispatches.
+        args: its arguments.
+        kwargs: its arguments by name.
+        known: shapes of the results of earlier calls.
     """
     given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     key = (operation, repr(tree_map(_shape_of, (args, kwargs))))
     if key not in known:
-        zeros = {id(tensor): torch.zeros_like(tensor) for tensor in given}
+        zeros: dict[int, Tensor] = {id(tensor): torch.zeros_like(tensor) for tensor in given}
         places = {id(zeros[id(tensor)]): _Argument(place) for place, tensor in enumerate(given)}
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             zero_args, zero_kwargs = tree_map(lambda each: zeros.get(id(each), each), (args, kwargs))
@@ -131,11 +142,7 @@ def results_of(operation: Any, args: Any, kwargs: dict[str, Any], known: dict[An
     def result_of(found: Any) -> Any:
         if isinstance(found, _Argument):
             return given[found.place]
-        if not isinstance(found, _TensorShape):
-            return found
-        tensor = torch.empty_strided(found.size, found.strides, dtype=found.dtype)
-        torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).fill_(UNREAD_BYTE)
-        return tensor
+        return without_values(found) if isinstance(found, _TensorShape) else found
 
     return tree_map(result_of, known[key])
 

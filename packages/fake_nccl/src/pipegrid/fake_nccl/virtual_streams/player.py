@@ -50,7 +50,7 @@ DONE = Signal(done=True)
 class _Task:
     """An item of a stream: a computation, or (without ``run``) a point or a wait."""
 
-    run: Callable[[], object] | None
+    run: Callable[[], None] | None
     after: Sequence[Signal]
     reached: Callable[[], None] | None
     signal: Signal = field(factory=Signal)
@@ -61,9 +61,12 @@ class _Task:
 
 
 class Player:
-    """Plays the tasks of several streams, each in order, under the device's ``lock``.
+    """Plays the tasks of several streams, each in order.
 
-    ``report``: takes the text of a task that failed. ``patience``: seconds; see `FakeDevice.late`.
+    Args:
+        lock: the device's.
+        report: takes the text of a task that failed.
+        patience: seconds; see `FakeDevice.late`.
     """
 
     def __init__(self, lock: Any, report: Callable[[str], None], patience: float) -> None:
@@ -71,7 +74,8 @@ class Player:
         self._report, self._patience = report, patience
         self._streams: dict[int, deque[_Task]] = {}
         self._playing: _Task | None = None
-        self._waiting = self._polls = 0
+        self._waiting = 0
+        self._polls = 0
         self._last_put = time.monotonic()
         self._stopped = False
         self._host = threading.get_ident()
@@ -81,15 +85,18 @@ class Player:
     def put(
         self,
         stream: int,
-        run: Callable[[], object] | None = None,
+        run: Callable[[], None] | None = None,
         *,
         after: Sequence[Signal] = (),
         reached: Callable[[], None] | None = None,
     ) -> Signal:
-        """Append a task to the stream of that number.
+        """Append a task to a stream.
 
-        It does ``run`` (None: is done at once) when the stream gets there, which calls ``reached``, and then the
-        signals of ``after`` are done.
+        Args:
+            stream: its number.
+            run: the computation; None is done as soon as the stream gets there and ``after`` is done.
+            after: the signals that the task waits for, beside the stream's earlier tasks.
+            reached: called when the stream gets there, before it waits.
         """
         task = _Task(run, after, reached)
         with self._changed:
@@ -181,9 +188,11 @@ class Player:
         with self._changed:
             while not self._stopped:
                 ready = [line for line in self._streams.values() if line and line[0].is_ready]
-                waits = self._waiting > 0 or self._polls >= _POLLS
-                if ready and (waits or time.monotonic() - self._last_put >= self._patience):
+                if ready and self._is_time():
                     self._playing = ready[0][0]
                     return ready[0]
                 self._changed.wait(self._patience if ready else None)
             return None
+
+    def _is_time(self) -> bool:
+        return self._waiting > 0 or self._polls >= _POLLS or time.monotonic() - self._last_put >= self._patience

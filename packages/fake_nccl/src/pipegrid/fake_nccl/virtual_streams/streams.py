@@ -1,9 +1,10 @@
 """Virtual streams: what a GPU is free to reorder, found by vector clocks while everything runs in order on a CPU.
 
-A CUDA stream runs late and beside the others; only events, waits and host synchronisation order it. `Streams` keeps for
-each stream the work that is ordered before its next piece of work (its clock: a tick per stream). Two pieces that touch
-the same bytes, one of them writing, with neither ordered before the other, are a race: a violation, whatever the run
-happened to do.
+A CUDA stream runs late and beside the others; only events, waits and host synchronisation order it. `Streams` has the
+face of `torch.cuda` for streams and events, and keeps for each stream the work that is ordered before its next piece of
+work (its clock: a tick per stream). Inside `Streams.watch` every operation on tensors is a piece of work on the current
+stream. Two pieces that touch the same bytes, one of them writing, with neither ordered before the other, are a race:
+a violation, whatever the run happened to do. Entries of the fake NCCL are work on their group's stream.
 
 Also recorded: reads by the host, which would hold it up on a GPU, and how far the host is ahead of the work that it
 knows to be done. With a `LateRun` the work is late indeed: see `pipegrid.fake_nccl.virtual_streams.late`.
@@ -12,25 +13,15 @@ knows to be done. With a `LateRun` the work is late indeed: see `pipegrid.fake_n
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
-from torch.overrides import TorchFunctionMode
-
-from pipegrid.fake_nccl.torch_compat import (
-    TorchDispatchMode,
-    arguments_of,
-    is_empty,
-    is_view,
-    name_of,
-    reads_values,
-    tensors_in,
-    written_by,
-)
-from pipegrid.fake_nccl.virtual_streams.late import HostSync, LateRun
+from pipegrid.fake_nccl.virtual_streams.host_syncs import HostSync
+from pipegrid.fake_nccl.virtual_streams.late import LateRun
 from pipegrid.fake_nccl.virtual_streams.player import Player
 from pipegrid.fake_nccl.virtual_streams.virtual import VirtualEvent, VirtualStream
+from pipegrid.fake_nccl.virtual_streams.watching import Calls, Operations
 from pipegrid.fake_nccl.virtual_streams.work import StreamWork
 
 
@@ -75,9 +66,10 @@ class Streams(StreamWork):
         del device
         self.drain()
         with self.lock:
-            for clock in self._clocks.values():
-                self.host_knows(clock)
+            clocks = [dict(clock) for clock in self._clocks.values()]
             signals = [self.here(stream) for stream in self._made]
+        for clock in clocks:
+            self.host_knows(clock)
         for signal in signals:
             self._hold(signal)
         self.host_waits("synchronize", {})
@@ -89,7 +81,7 @@ class Streams(StreamWork):
         seen: list[HostSync] = []
         self._watching = threading.get_ident()
         try:
-            with _Calls(self), _Operations(self):
+            with Calls(self), Operations(self):
                 yield seen
         finally:
             self._watching = 0
@@ -110,59 +102,3 @@ class Streams(StreamWork):
             finally:
                 player.stop()
                 self.late = None
-
-
-# Reads of a tensor by the host that no operation shows.
-_HOST_CALLS = frozenset({"tolist", "cpu", "numpy"})
-
-
-class _Calls(TorchFunctionMode):
-    """Calls that no operation shows: reads to Python values, and `record_stream`."""
-
-    def __init__(self, streams: StreamWork) -> None:
-        super().__init__()
-        self._streams = streams
-
-    def __torch_function__(self, call: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
-        del types
-        name, streams = getattr(call, "__name__", ""), self._streams
-        if name == "record_stream":
-            return streams.record_use(*args)
-        if name in _HOST_CALLS and not streams.is_paused:
-            here = streams.current_stream()
-            clock = streams.work(here, name, reads=args[:1])
-            streams.host_waits(name, clock, streams.here(here))
-            if streams.late is not None and name != "cpu":
-                with streams.paused():
-                    return call(streams.on_device(args[0]).clone(), *args[1:], **(kwargs or {}))
-        return call(*args, **(kwargs or {}))
-
-
-class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Every operation, those of a backward included, as work on the current stream."""
-
-    def __init__(self, streams: StreamWork) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._streams = streams
-
-    def __torch_dispatch__(self, operation: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
-        del types
-        streams, kwargs, name = self._streams, kwargs or {}, name_of(operation)
-        if streams.is_paused or is_view(operation):  # a view touches no memory
-            return operation(*args, **kwargs)
-        streams.before_compute()
-        streams.sweep()
-        arguments = arguments_of(operation, args, kwargs)
-        waits = reads_values(operation, arguments)
-        made, signal = streams.compute(operation, args, kwargs, waits=waits)
-        new = tensors_in(made)
-        if is_empty(operation):
-            for tensor in new:
-                streams.allocate(tensor)
-            return made
-        stream = streams.current_stream()
-        written = [*written_by(operation, arguments), *new]
-        clock = streams.work(stream, name, reads=tensors_in(list(arguments.values())), writes=written)
-        if waits:
-            streams.host_waits(name, clock, signal)
-        return made

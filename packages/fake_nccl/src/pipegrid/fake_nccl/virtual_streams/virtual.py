@@ -14,7 +14,8 @@ from typing import Any, Self, cast
 
 import torch
 
-from pipegrid.fake_nccl.virtual_streams.late import HostSync, LateRun, caller
+from pipegrid.fake_nccl.virtual_streams.host_syncs import HostSync, caller
+from pipegrid.fake_nccl.virtual_streams.late import LateRun
 from pipegrid.fake_nccl.virtual_streams.player import DONE, Signal
 
 # As Any: a virtual stream's events and device are of other types than torch's.

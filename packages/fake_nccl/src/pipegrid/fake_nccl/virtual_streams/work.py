@@ -7,15 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from attrs import define, field, frozen
 from torch import Tensor
 
 from pipegrid.fake_nccl.torch_compat import WeakStorage, is_empty, living, name_of, tensors_in, tree_map
-from pipegrid.fake_nccl.virtual_streams.late import UNREAD_BYTE, computation, results_of
+from pipegrid.fake_nccl.virtual_streams.late import (
+    LateRun,
+    computation,
+    copy_of,
+    make_unreadable,
+    new_block,
+    results_of,
+    seen_through,
+)
 from pipegrid.fake_nccl.virtual_streams.player import DONE, Signal
 from pipegrid.fake_nccl.virtual_streams.virtual import Clock, Order, VirtualStream, merge
 
@@ -94,9 +101,8 @@ class StreamWork(Order):
             memory = self._memory(tensor)
             if self.late is not None and memory.block is None:
                 memory.nbytes = tensor.untyped_storage().nbytes()
-                memory.block = torch.full((memory.nbytes,), UNREAD_BYTE, dtype=torch.uint8)
-                self.late.live_bytes += memory.nbytes
-                self.late.peak_bytes = max(self.late.peak_bytes, self.late.live_bytes)
+                memory.block = new_block(memory.nbytes)
+                self.late.grow(memory.nbytes)
 
     def keep(self, stream: VirtualStream, clock: Clock) -> None:
         """Note that a library keeps the memory of its piece of work on ``stream``, until `let_go` or for good."""
@@ -113,15 +119,17 @@ class StreamWork(Order):
         with self.lock:
             memory = self._memory(tensor)
             if memory.block is None:  # made before: its values are on the host
-                memory.block = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).clone()
-            plain: Any = torch.empty(0, dtype=tensor.dtype)
-            place = tensor.storage_offset(), tensor.size(), tensor.stride()
-            return cast("Tensor", plain.set_(memory.block.untyped_storage(), *place))
+                memory.block = copy_of(tensor.untyped_storage())
+            return seen_through(tensor, memory.block)
 
     def compute(self, operation: Any, args: Any, kwargs: dict[str, Any], *, waits: bool) -> tuple[Any, Signal]:
         """The result of an operation, and its end; on a late device the values are there then.
 
-        ``waits``: whether the host needs the values, and waits for them here.
+        Args:
+            operation: the operation that torch dispatches.
+            args: its arguments.
+            kwargs: its arguments by name.
+            waits: whether the host needs the values, and waits for them here.
         """
         late = self.late
         if late is None or operation.namespace == "c10d":  # groups of the host have memory of the host
@@ -204,12 +212,8 @@ class StreamWork(Order):
                             f"{self._names[access.stream]} may still use it: neither an event nor record_stream "
                             "orders the two"
                         )
-                if self.late is not None and (block := memory.block) is not None:
-                    # Another tensor might have the memory by then.
-                    recorded = [self.late.player.put(stream) for stream in memory.recorded - {memory.home}]
-                    home = self.late.player.put(memory.home)
-                    self.late.player.put(_FREES, partial(block.fill_, UNREAD_BYTE), after=[home, *recorded])
-                    self.late.shrink(memory.nbytes, after=recorded)
+                if self.late is not None and memory.block is not None:
+                    self._free(self.late, memory, memory.block)
 
     def forget(self) -> None:
         """Drop the record of host synchronisations, and of memory that was freed, unchecked."""
@@ -219,6 +223,13 @@ class StreamWork(Order):
                 del self._memories[key]
             accesses = (access for memory in self._memories.values() for access in memory.accesses)
             self._kept &= {(access.stream, access.tick) for access in accesses}
+
+    def _free(self, late: LateRun, memory: _StorageUse, block: Tensor) -> None:
+        """Overwrite freed memory of a late device, which another tensor might have by then."""
+        recorded = [late.player.put(stream) for stream in memory.recorded - {memory.home}]
+        home = late.player.put(memory.home)
+        late.player.put(_FREES, lambda: make_unreadable(block), after=[home, *recorded])
+        late.shrink(memory.nbytes, after=recorded)
 
     def _race(self, text: str) -> None:
         self._races += 1

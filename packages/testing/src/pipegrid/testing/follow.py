@@ -22,6 +22,7 @@ from pipegrid.testing.messages import (
     RunTest,
     Sign,
     Stacks,
+    Stopped,
 )
 from pipegrid.testing.pool import START_LIMIT, Pool, Worker
 
@@ -190,7 +191,8 @@ class _Follower:
         for record in mute:
             self.pool.signal(record.worker, signal.SIGUSR1)
         # No message marks the end of what a signal handler writes, only a pause.
-        limit, before = time.monotonic() + _SIGNAL_LIMIT, [""]
+        limit = time.monotonic() + _SIGNAL_LIMIT
+        before: list[str] | None = None
         while mute and time.monotonic() < limit:
             dumps = [record.worker.dumped() for record in mute if record.open and record.stacks is None]
             if dumps == before and all(dumps):
@@ -216,13 +218,17 @@ class _Follower:
             for record in self.run.records:
                 if record.worker.pid == news.pid:
                     self._hear(record)  # messages sent before its end first
-                    if isinstance(news, Exited):
-                        record.state, record.exit_code = ProcessState.DEAD, news.code
-                        record.ended_at = record.ended_at or time.monotonic()
-                    elif record.fault is None:
-                        record.suspended = True  # not our doing: a failure, once the deadline passes
-                    elif record.fault.kind == "stop" and record.state is ProcessState.RUNNING:
-                        record.state = ProcessState.STOPPED
+                    self._end(record, news)
+
+    def _end(self, record: RankRecord, news: Exited | Stopped) -> None:
+        if isinstance(news, Exited):
+            record.state = ProcessState.DEAD
+            record.exit_code = news.code
+            record.ended_at = record.ended_at or time.monotonic()
+        elif record.fault is None:
+            record.suspended = True  # not our doing: a failure, once the deadline passes
+        elif record.fault.kind == "stop" and record.state is ProcessState.RUNNING:
+            record.state = ProcessState.STOPPED
 
     def _hear(self, record: RankRecord) -> None:
         messages, gone = record.worker.channel.ready()

@@ -191,9 +191,11 @@ class Pool:
             answer = None
         if isinstance(answer, HostsOpen):
             return holder, answer
-        ended = PoolError(f"the process that holds two hosts ended; it printed:\n{holder.new_output()}")
+        printed = holder.new_output()
         self.discard([holder])
-        raise HostsError(answer.text) if isinstance(answer, HostsRefused) else ended
+        if isinstance(answer, HostsRefused):
+            raise HostsError(answer.text)
+        raise PoolError(f"the process that holds two hosts ended; it printed:\n{printed}")
 
     def give_back(self, workers: list[Worker]) -> None:
         """Take ``workers``, whose test is over and cleaned up, for the next test."""

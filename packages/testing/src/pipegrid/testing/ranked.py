@@ -119,6 +119,7 @@ def close_pool(config: pytest.Config) -> None:
 
 
 def _verdict(run: RankedRun) -> None:
+    """Skip or xfail if the ranks did."""
     ended = [
         (record.finished.outcome, record.rank, record.finished.text)
         for record in run.records
@@ -128,11 +129,13 @@ def _verdict(run: RankedRun) -> None:
         if outcome == "xfailed":
             pytest.xfail(reason)
     skipped = [(rank, reason) for outcome, rank, reason in ended if outcome == "skipped"]
-    if skipped and len(skipped) < len(run.records):
-        text = "rank {} skipped the test ('{}') and others did not: skip on every rank or on none"
-        pytest.fail(text.format(*skipped[0]), pytrace=False)
-    if skipped:
-        pytest.skip(skipped[0][1])
+    if not skipped:
+        return
+    rank, reason = skipped[0]
+    if len(skipped) < len(run.records):
+        text = f"rank {rank} skipped the test ('{reason}') and others did not: skip on every rank or on none"
+        pytest.fail(text, pytrace=False)
+    pytest.skip(reason)
 
 
 def failure_text(run: RankedRun) -> str | None:

@@ -110,11 +110,15 @@ class Ranks:
     def plan_fault(self, fault: Fault) -> None:
         """Plan ``fault`` from inside the test. Every rank may call it alike; the fault's own rank acts on it."""
         check_rank(fault, self.world_size)
-        if fault.rank == self.rank and fault.after is not None and fault.kind != "raise":
+        if fault.rank != self.rank:
+            return
+        if fault.after is None:
+            self._faults.append(fault)
+        elif fault.kind == "raise":
+            # Counted from the test's start from here on.
+            self._faults.append(evolve(fault, after=fault.after + time.monotonic() - self._began))
+        else:
             self._channel.send(FaultPlanned(fault))
-        elif fault.rank == self.rank:  # a time is counted from the test's start from here on
-            after = None if fault.after is None else fault.after + time.monotonic() - self._began
-            self._faults.append(evolve(fault, after=after))
 
     def set_wire(self, wire: Wire, *, after: float = 0.0) -> None:
         """Change the wire between two hosts, ``after`` seconds from now; any rank may, also when the wire is cut.

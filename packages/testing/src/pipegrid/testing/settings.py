@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pipegrid.testing.faults import Fault, check_rank
+from pipegrid.testing.faults import Fault, FaultError, check_rank
 from pipegrid.testing.messages import Settings
 from pipegrid.testing.wire import Wire
 
@@ -16,20 +16,23 @@ BACKENDS = ("gloo", "nccl", "fake_nccl", "staged")
 FAKE_NCCL = ("streams", "serial", "legacy", "nccl2", "lazy")
 # The argument that `@pytest.mark.ranks(2, 4)` adds to the test's parameters.
 WORLD_SIZE = "_pipegrid_testing_world_size"
+
 # Longer than any test, and short enough for every clock and poll that is given it.
 _LONGEST = 7 * 24 * 3600.0
 
 
 def settings_of(item: pytest.Item) -> Settings:
     """The settings of a test marked ``ranks``; `pytest.UsageError` for an invalid argument of a mark."""
-    mark, name = next(item.iter_markers("ranks")), "ranks"
+    mark = next(item.iter_markers("ranks"))
     try:
         settings = _settings(item, *mark.args, **mark.kwargs)
-        name = "fault"
+    except (TypeError, ValueError) as error:
+        raise pytest.UsageError(f"{item.nodeid}: @pytest.mark.ranks: {error}") from error
+    try:
         for fault in faults_of(item):
             check_rank(fault, settings.world_size)
-    except (TypeError, ValueError) as error:
-        raise pytest.UsageError(f"{item.nodeid}: @pytest.mark.{name}: {error}") from error
+    except (FaultError, TypeError) as error:
+        raise pytest.UsageError(f"{item.nodeid}: @pytest.mark.fault: {error}") from error
     return settings
 
 
@@ -38,8 +41,9 @@ def name_in_file(item: pytest.Item) -> str:
 
     A whole node id would not do: for files outside the root directory it depends on what else was collected.
     """
-    outside = pytest.Session | pytest.Directory | pytest.File
-    return "::".join(node.name for node in item.listchain() if not isinstance(node, outside))
+    chain = item.listchain()
+    inside = [node for node in chain if not isinstance(node, pytest.Session | pytest.Directory | pytest.File)]
+    return "::".join(node.name for node in inside)
 
 
 def faults_of(item: pytest.Item) -> list[Fault]:
@@ -66,29 +70,23 @@ def _settings(
         backend = "gloo"
     if hosts > 1 and backend != "gloo":
         raise ValueError(f"backend is {backend!r}; two hosts are connected by gloo")
-    given = _chosen(item, deadline, "deadline")
-    seconds = float(given)  # an ini file holds text
-    if not 0 < seconds <= _LONGEST:
-        raise ValueError(f"a deadline is a number of seconds above 0 and up to {_LONGEST:.0f} (a week), got {given!r}")
     return Settings(
         world_size=world_size,
         hosts=hosts,
         wire=wire or Wire(),
-        backend=_chosen(item, backend, "backend", BACKENDS),
-        deadline=seconds,
+        backend=_one_of(BACKENDS, _chosen(item, backend, "backend"), "backend"),
+        deadline=_deadline(_chosen(item, deadline, "deadline")),
         strict_sends=bool(_chosen(item, strict_sends, "strict_sends")),
-        fake_nccl=_chosen(item, fake_nccl, "fake_nccl", FAKE_NCCL),
+        fake_nccl=_one_of(FAKE_NCCL, _chosen(item, fake_nccl, "fake_nccl"), "fake_nccl"),
     )
 
 
-def _chosen(item: pytest.Item, value: Any, option: str, choices: tuple[str, ...] = ()) -> Any:
-    """The ``value`` of the mark, else of the command line, else of the ini file; one of ``choices``, if there are."""
-    if value is None:
-        given: object = item.config.getoption(option)
-        value = item.config.getini(f"ranks_{option}") if given is None else given
-    if choices and value not in choices:
-        raise ValueError(f"{option} {value!r} is unknown; use one of {', '.join(choices)}")
-    return value
+def _chosen(item: pytest.Item, marked: object, option: str) -> Any:
+    """The value of the mark, else of the command line, else of the ini file."""
+    if marked is not None:
+        return marked
+    given: object = item.config.getoption(option)
+    return item.config.getini(f"ranks_{option}") if given is None else given
 
 
 def _world_size(item: pytest.Item, sizes: tuple[object, ...]) -> int:
@@ -102,3 +100,16 @@ def _world_size(item: pytest.Item, sizes: tuple[object, ...]) -> int:
     if not isinstance(n, int) or n < 1:
         raise ValueError(f"a number of ranks is an integer of at least 1, got {n!r}")
     return n
+
+
+def _one_of(choices: tuple[str, ...], value: str, what: str) -> str:
+    if value not in choices:
+        raise ValueError(f"{what} {value!r} is unknown; use one of {', '.join(choices)}")
+    return value
+
+
+def _deadline(value: float | str) -> float:
+    seconds = float(value)  # an ini file holds text
+    if not 0 < seconds <= _LONGEST:
+        raise ValueError(f"a deadline is a number of seconds above 0 and up to {_LONGEST:.0f} (a week), got {value!r}")
+    return seconds

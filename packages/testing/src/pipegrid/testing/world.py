@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -116,7 +116,10 @@ def nccl_version() -> tuple[int, ...]:
 
 @contextmanager
 def watch_leaks(left: list[str]) -> Iterator[None]:
-    """Append to ``left`` what the block left: processes, Python threads, more descriptors or threads than slack."""
+    """Append to ``left`` what the block left behind.
+
+    That is: child processes, Python threads, and more descriptors or native threads than slack.
+    """
     threads = set(threading.enumerate())
     before, on_gpu = _held(), torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     yield
@@ -125,14 +128,22 @@ def watch_leaks(left: list[str]) -> Iterator[None]:
         thread.join(_LAST_BREATH)
     if alive := [thread.name for thread in new if thread.is_alive()]:
         left.append(f"threads {', '.join(alive)}")
-    with suppress(ChildProcessError):  # of those that run, or have ended and were not waited for
-        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    if _has_children():
         left.append("child processes")
     # The first use of a GPU opens it for good: the driver's descriptors and threads are no test's.
     if on_gpu == torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         left.extend(
             f"{count - before[what]} {what}" for what, count in _held().items() if count > before[what] + _SLACK
         )
+
+
+def _has_children() -> bool:
+    """True if a child process runs, or has ended and was not waited for."""
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return False
+    return True
 
 
 def _held() -> dict[str, int]:

@@ -150,7 +150,8 @@ class FakeGroup(GroupBase):  # type: ignore[misc]
                         each.copy.copy_(each.tensor) if each.sending else make_unreadable(each.tensor)
             hidden.exchange(transfers, batched=batched)
 
-        reads, writes = ([given for each, given in batch if each.sending is sending] for sending in (True, False))
+        reads = [given for each, given in batch if each.sending]
+        writes = [given for each, given in batch if not each.sending]
         return self._launch("p2p", operations, run, reads=reads, writes=writes)
 
     def _collective(self, name: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> FakeWork:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from pipegrid.fake_nccl.capture import FakeGraph
 from pipegrid.fake_nccl.device import FakeDevice
-from pipegrid.fake_nccl.entries import LaunchRecord, Mark, Moment, TransferRecord
+from pipegrid.fake_nccl.entries import FakeGraph, LaunchRecord, Mark, Moment, TransferRecord
 from pipegrid.fake_nccl.groups.group import FakeGroup
-from pipegrid.fake_nccl.virtual_streams.late import LateRun
-from pipegrid.fake_nccl.groups.lazy import LazyGroup
 from pipegrid.fake_nccl.groups.nccl2 import Nccl2Group
-from pipegrid.fake_nccl.groups.pairs import LegacyGroup
-from pipegrid.fake_nccl.rules import LegacyRules, Nccl2Rules
+from pipegrid.fake_nccl.groups.pairs import LazyGroup, LegacyGroup
+from pipegrid.fake_nccl.watchdog import LegacyRules, Nccl2Rules
 from pipegrid.fake_nccl.groups.backend import register
 from pipegrid.fake_nccl.groups.work import FakeWork
 from pipegrid.fake_nccl.virtual_streams.host_syncs import HostSync
+from pipegrid.fake_nccl.virtual_streams.late import LateRun
 from pipegrid.fake_nccl.virtual_streams.streams import Streams
 from pipegrid.fake_nccl.virtual_streams.virtual import VirtualEvent, VirtualStream
 

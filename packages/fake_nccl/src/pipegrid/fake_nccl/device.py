@@ -15,28 +15,44 @@ from __future__ import annotations
 
 import itertools
 import os
+import queue
 import threading
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from attrs import define, field
 from torch import Tensor
 
-from pipegrid.fake_nccl.capture import FakeGraph
-from pipegrid.fake_nccl.entries import LaunchRecord, Mark, MismatchError, Moment, QueueEntry, TransferRecord, What
+from pipegrid.fake_nccl.entries import (
+    FakeGraph,
+    LaunchRecord,
+    Mark,
+    MismatchError,
+    Moment,
+    QueueEntry,
+    TransferRecord,
+    What,
+)
 from pipegrid.fake_nccl.flight_recorder import FakeFlightRecorder
 from pipegrid.fake_nccl.frees import Frees
-from pipegrid.fake_nccl.lines import Lines
-from pipegrid.fake_nccl.rules import LegacyRules, Nccl2Rules
 from pipegrid.fake_nccl.virtual_streams.late import LateRun
-from pipegrid.fake_nccl.virtual_streams.memory import Clock
 from pipegrid.fake_nccl.virtual_streams.player import DONE, PATIENCE_SECONDS
 from pipegrid.fake_nccl.virtual_streams.streams import Streams
-from pipegrid.fake_nccl.virtual_streams.virtual import VirtualStream
-from pipegrid.fake_nccl.watchdog import Watchdog
+from pipegrid.fake_nccl.virtual_streams.virtual import Clock, VirtualStream, nothing
+from pipegrid.fake_nccl.watchdog import LegacyRules, Nccl2Rules, Watchdog
 
 _WATCHDOG_SECONDS = 0.05
+
+
+@define(eq=False)
+class _Line:
+    """A stream: the entries that wait, the one under way, and the queue of the thread that plays it."""
+
+    waiting: deque[QueueEntry] = field(factory=deque)
+    playing: QueueEntry | None = None
+    thread: queue.SimpleQueue[QueueEntry | None] = field(factory=queue.SimpleQueue)
 
 
 class FakeDevice:
@@ -78,22 +94,13 @@ class FakeDevice:
     """
 
     def __init__(
-        self,
-        *,
-        serial: bool = False,
-        waits_hold: bool = True,
-        nccl2: Nccl2Rules | None = None,
-        lazy: bool = False,
+        self, *, serial: bool = False, waits_hold: bool = True, nccl2: Nccl2Rules | None = None, lazy: bool = False
     ) -> None:
-        self.serial = serial
-        self.nccl2, self.lazy = nccl2, lazy
+        self.serial, self.waits_hold, self.nccl2, self.lazy = serial, waits_hold, nccl2, lazy
         self.pair_attempts: Counter[tuple[int, int]] = Counter()
-        self.closing = threading.Event()
-        self.waits_hold = waits_hold
-        self.reports_peer_errors = False
+        self.closing, self._closed = threading.Event(), threading.Event()
+        self.reports_peer_errors = self.connects_in_batches = self.drains_at_compute = False
         self.eager_bytes = 0
-        self.connects_in_batches = False
-        self.drains_at_compute = False
         self.graph: FakeGraph | None = None
         self.history: list[LaunchRecord | Mark] = []
         self.recorder = FakeFlightRecorder()
@@ -102,9 +109,12 @@ class FakeDevice:
         self.violations: list[str] = []
         self.streams = Streams(self.violations)
         self._frees = Frees(self.unfinished, self.violations)
+
+        def end_old(entry: QueueEntry, error: Exception) -> None:
+            self._cancel([entry], [entry.launch.group], error)
+
         legacy = LegacyRules() if nccl2 is None else None
-        self.watchdog = Watchdog(self.unfinished, self._frees.has_begun, self._end_old, self.violations, legacy)
-        self.watchdog.dump = self.dump
+        self.watchdog = Watchdog(self.unfinished, self._frees.has_begun, end_old, self.dump, self.violations, legacy)
         self.streams.before_poll = self._frees.require_pollable
         self.streams.before_compute = lambda: self.drain() if self.drains_at_compute else None
         self.streams.drain = self.drain
@@ -112,18 +122,22 @@ class FakeDevice:
         self._group_streams: dict[str, VirtualStream] = {}
         self._lock = self.streams.lock
         self._open: defaultdict[str, list[QueueEntry]] = defaultdict(list)
-        self._lines = Lines(self._lock, self._play, self._starts, self._ends, self._ended)
+        self._lines: dict[str, _Line] = {}  # by group, or one
+        self._threads: list[threading.Thread] = []
         self._cuts: dict[str, Callable[[], None]] = {}
-        self._closed = threading.Event()
 
     def add_group(self, group: str, cut: Callable[[], None], ranks: Sequence[int], here: int) -> None:
         """Make the stream of a group of ``ranks``; ``cut`` wakes an entry of the group that waits for a peer."""
         self.recorder.groups[group] = tuple(ranks), here
         if not self._cuts:
-            self._lines.start("fake watchdog", self._watch)
+            self._start("fake watchdog", self._watch)
         self._cuts[group] = cut
         self._group_streams[group] = self.streams.make_stream(f"NCCL's stream of group {group}")
-        self._lines.open(self._line(group))
+        name = "serial" if self.serial else group
+        with self._lock:
+            if name not in self._lines:
+                self._lines[name] = _Line()
+                self._start(f"fake stream {name}", self._play_all, self._lines[name])
 
     def dump(self, prefix: str | os.PathLike[str] | None = None) -> Path | None:
         """Write the launches so far and the progress of each, in the format of torch's flight recorder.
@@ -188,7 +202,9 @@ class FakeDevice:
             self._note("launched", launch)
             self.recorder.tell(launch.number, reads, writes, timeout)
             self._open[group].append(entry)
-            self._lines.append(self._line(group), entry)
+            line = self._line(group)
+            line.waiting.append(entry)
+            entry.after.when_done(lambda: self._advance(line))
         return entry
 
     def order(self, entry: QueueEntry, *, relies: bool = True) -> None:
@@ -244,12 +260,8 @@ class FakeDevice:
     def unfinished(self, group: str | None = None) -> list[QueueEntry]:
         """Launched entries that have not ended, of one group or all, in launch order."""
         with self._lock:
-            entries = [
-                entry
-                for name, entries in self._open.items()
-                for entry in entries
-                if group in (None, name) and not entry.ended.is_set()
-            ]
+            known = self._open.values() if group is None else [self._open.get(group, [])]
+            entries = [entry for entries in known for entry in entries if not entry.ended.is_set()]
         return sorted(entries, key=lambda entry: entry.launch.number)
 
     def drain(self, group: str | None = None) -> None:
@@ -264,7 +276,8 @@ class FakeDevice:
             for group in groups:
                 aborts.enter_context(self._frees.abort(group))
             stuck = [entry for entry in self.unfinished() if entry.launch.group in groups]
-            self._cancel_all(stuck, {entry.launch.group for entry in stuck if entry.started}, error)
+            self._cancel(stuck, {entry.launch.group for entry in stuck if entry.started}, error)
+            self.drain()
 
     def shut_down(self, group: str, *, alone: bool = False) -> None:
         """Free a group, whose entries should have ended: `drain` the device, or the group ``alone``."""
@@ -274,46 +287,61 @@ class FakeDevice:
     def close(self) -> None:
         """End every entry and every thread. For the end of a test."""
         self.closing.set()
-        error = RuntimeError("the test ended")
         # Sends that ended before their receives were posted may still be on their way.
         groups = set(self._cuts) if self.eager_bytes else {entry.launch.group for entry in self.unfinished()}
-        self._cancel_all(self.unfinished(), groups, error)
+        self._cancel(self.unfinished(), groups, RuntimeError("the test ended"))
+        self.drain()
         self._closed.set()
-        self._lines.close()
+        for line in self._lines.values():
+            line.thread.put(None)
+        for thread in self._threads:
+            thread.join()
         self.watchdog.store = None
         self._cuts.clear()  # they hold the groups, and this device is held until the next one is registered
 
     def _note(self, what: What, of: LaunchRecord | Mark) -> None:
         self.timeline.append(Moment(what, of))
 
-    def _cancel_all(self, entries: Sequence[QueueEntry], groups: Iterable[str], error: Exception) -> None:
+    def _cancel(self, entries: Iterable[QueueEntry], groups: Iterable[str], error: Exception) -> None:
+        """End ``entries`` with ``error``, whatever they wait for; those of ``groups`` may wait for a peer."""
         for entry in entries:
-            self._cancel(entry, error)
+            entry.cancel(error)
+            self._advance(self._line(entry.launch.group))
         for group in groups:
             self._cuts[group]()
-        self.drain()
 
-    def _cancel(self, entry: QueueEntry, error: Exception) -> None:
-        """End an entry with ``error``, whatever it waits for."""
-        entry.cancel(error)
-        self._lines.advance(self._line(entry.launch.group))
+    def _line(self, group: str) -> _Line:
+        return self._lines["serial" if self.serial else group]
 
-    def _line(self, group: str) -> str:
-        return "serial" if self.serial else group
+    def _start(self, name: str, target: Callable[..., None], *arguments: object) -> None:
+        self._threads.append(threading.Thread(target=target, args=arguments, name=name, daemon=True))
+        self._threads[-1].start()
 
-    def _starts(self, entry: QueueEntry) -> None:
-        self._note("started", entry.launch)
+    def _advance(self, line: _Line) -> None:
+        """Start the next entry of a stream, unless one is under way or the next one waits for other work."""
+        with self._lock:
+            if line.playing is None and line.waiting:
+                entry = line.waiting[0]
+                if entry.after.done or entry.cancelled.is_set():
+                    line.playing = line.waiting.popleft()
+                    entry.started = True
+                    self._note("started", entry.launch)
+                    line.thread.put(entry)
 
-    def _ends(self, entry: QueueEntry) -> None:
-        self._open[entry.launch.group].remove(entry)
-        self._note("ended", entry.launch)
-
-    def _ended(self, entry: QueueEntry) -> None:
-        entry.end()
-        if self.streams.late is not None:
-            self.streams.late.player.end(entry.signal)
-        else:
-            entry.signal.end()
+    def _play_all(self, line: _Line) -> None:
+        while (entry := line.thread.get()) is not None:
+            self._play(entry)
+            with self._lock:
+                self._open[entry.launch.group].remove(entry)
+                self._note("ended", entry.launch)
+                line.playing = None
+                self._advance(line)  # before anything hears of the end, as on a GPU
+            entry.end()
+            if self.streams.late is not None:
+                self.streams.late.player.end(entry.signal)
+            else:
+                entry.signal.end()
+            del entry  # with its tensors, which the next one may be long in coming after
 
     def _play(self, entry: QueueEntry) -> None:
         if entry.cancelled.is_set():
@@ -327,16 +355,8 @@ class FakeDevice:
                     self.watchdog.note(entry)
             entry.cancelled.wait()
         finally:
-            entry.run = _nothing  # holds tensors
+            entry.run = nothing  # it held tensors
 
     def _watch(self) -> None:
         while not self._closed.wait(_WATCHDOG_SECONDS):
             self.watchdog.look()
-
-    def _end_old(self, entry: QueueEntry, error: Exception) -> None:
-        self._cancel(entry, error)
-        self._cuts[entry.launch.group]()
-
-
-def _nothing() -> None:
-    """Do nothing: an entry that has run has no work left."""

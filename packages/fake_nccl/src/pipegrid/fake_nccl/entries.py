@@ -10,9 +10,8 @@ from typing import Literal, TypeAlias
 from attrs import define, field, frozen
 from torch import Tensor
 
-from pipegrid.fake_nccl.virtual_streams.memory import Clock
 from pipegrid.fake_nccl.virtual_streams.player import DONE, Signal
-from pipegrid.fake_nccl.virtual_streams.virtual import VirtualStream
+from pipegrid.fake_nccl.virtual_streams.virtual import Clock, VirtualStream
 
 What: TypeAlias = Literal["launched", "started", "ended", "awaited", "marked", "reached"]
 
@@ -161,3 +160,30 @@ class QueueEntry:
                 self._callbacks.append(callback)
                 return
         callback()
+
+
+@define(eq=False)
+class FakeGraph:
+    """A captured graph: the launches recorded in it, in launch order; the waits of their works only order.
+
+    By the rules of nccl2 it keeps its works, with their tensors, as long as it lives; a wait in a capture says nothing
+    of the data, which is not there before a replay.
+
+    Examples:
+        >>> graph, done = FakeGraph(), []
+        >>> graph.record(lambda: done.append("all_reduce"))
+        >>> graph.replay()
+        >>> done
+        ['all_reduce']
+    """
+
+    _launches: list[Callable[[], object]] = field(factory=list, init=False)
+
+    def record(self, launch: Callable[[], object]) -> None:
+        """Keep a launch, with all that it holds."""
+        self._launches.append(launch)
+
+    def replay(self) -> None:
+        """Launch everything once more."""
+        for launch in self._launches:
+            launch()

@@ -8,10 +8,10 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
-from attrs import define, field, frozen
+from attrs import define, field
 from torch import Tensor
 
 from pipegrid.fake_nccl.entries import LaunchRecord, Moment
@@ -29,14 +29,8 @@ _NAMES = {
 _STATES = {"launched": "scheduled", "started": "started", "ended": "completed"}
 
 
-@frozen
-class _Told:
-    """The data of a launch that its record lacks: sizes and dtypes of inputs and outputs, time and timeout."""
-
-    inputs: tuple[tuple[list[int], str], ...]
-    outputs: tuple[tuple[list[int], str], ...]
-    created: int
-    timeout: float
+_Sizes: TypeAlias = tuple[tuple[list[int], str], ...]
+"""The size and the dtype of each tensor."""
 
 
 @define(eq=False)
@@ -52,20 +46,16 @@ class FakeFlightRecorder:
     prefix: str | None = field(
         factory=lambda: next((os.environ[name] for name in PREFIXES if name in os.environ), None)
     )
-    _told: dict[int, _Told] = field(factory=dict, init=False)
+    # By launch, what its record lacks: inputs and outputs, time and timeout.
+    _told: dict[int, tuple[_Sizes, _Sizes, int, float]] = field(factory=dict, init=False)
 
     def tell(self, number: int, reads: Sequence[Tensor], writes: Sequence[Tensor], timeout: float) -> None:
         """Keep the sizes of a launch."""
-        self._told[number] = _Told(_sizes(reads), _sizes(writes), time.time_ns(), timeout)
+        self._told[number] = _sizes(reads), _sizes(writes), time.time_ns(), timeout
 
     def forget(self) -> None:
         """Drop what was kept."""
         self._told.clear()
-
-    @property
-    def rank(self) -> int:
-        """The global rank, from the groups so far; 0 without one."""
-        return next((ranks[here] for ranks, here in self.groups.values()), 0)
 
     def dump(self, moments: Sequence[Moment]) -> dict[str, Any]:
         """The dump of the ``moments`` on a device's timeline, as torch's flight recorder has it."""
@@ -75,20 +65,22 @@ class FakeFlightRecorder:
             if isinstance(moment.of, LaunchRecord) and moment.what in _STATES:
                 states[moment.of.number] = _STATES[moment.what]
                 launches += [moment.of] if moment.what == "launched" else []
-        entries = list(self._entries(launches, states))
-        for number, entry in enumerate(entries):
-            entry["record_id"] = number
+        entries = [entry | {"record_id": number} for number, entry in enumerate(self._entries(launches, states))]
         groups = {
             name: {"name": name, "desc": "fake", "ranks": str(list(ranks))} for name, (ranks, _) in self.groups.items()
         }
         return {"version": VERSION, "pg_config": groups, "pg_status": {}, "entries": entries}
 
     def write(self, moments: Sequence[Moment], prefix: str | os.PathLike[str] | None = None) -> Path | None:
-        """Write a file ``<prefix><rank>``, by default with `prefix`; where, or None without one."""
+        """Write a file ``<prefix><rank>``, by default with `prefix`; where, or None without one.
+
+        The rank is the global one, from the groups so far; 0 without one.
+        """
         name = self.prefix if prefix is None else os.fspath(prefix)
         if name is None:
             return None
-        path = Path(f"{name}{self.rank}")
+        rank = next((ranks[here] for ranks, here in self.groups.values()), 0)
+        path = Path(f"{name}{rank}")
         path.write_bytes(pickle.dumps(self.dump(moments)))
         return path
 
@@ -99,8 +91,8 @@ class FakeFlightRecorder:
             ranks, here = self.groups[launch.group]
             messages = launch.kind == "p2p"
             (calls if messages else collectives)[launch.group] += 1
-            told = self._told.get(launch.number, _Told((), (), 0, 0.0))
-            sides = {"send": iter(told.inputs), "recv": iter(told.outputs)}
+            reads, writes, created, timeout = self._told.get(launch.number, ((), (), 0, 0.0))
+            sides = {"send": iter(reads), "recv": iter(writes)}
             names = [
                 (f"{one.kind} {here}{'->' if one.kind == 'send' else '<-'}{ranks.index(one.peer)}", one.kind)
                 for one in launch.operations
@@ -109,7 +101,7 @@ class FakeFlightRecorder:
             for name, kind in names if messages else [(_NAMES.get(launch.kind, launch.kind), "")]:
                 own = [each for each in (next(sides[kind], None),) if each] if kind else []
                 operations[launch.group] += 1
-                inputs, outputs = (own, own) if messages else (told.inputs, told.outputs)
+                inputs, outputs = (own, own) if messages else (reads, writes)
                 yield {
                     "pg_id": ids[launch.group],
                     "process_group": (launch.group, "fake"),
@@ -117,7 +109,7 @@ class FakeFlightRecorder:
                     "p2p_seq_id": calls[launch.group],
                     "op_id": operations[launch.group],
                     "profiling_name": f"nccl:{name}",
-                    "time_created_ns": told.created,
+                    "time_created_ns": created,
                     "input_sizes": [size for size, _ in inputs],
                     "input_dtypes": [kind for _, kind in inputs],
                     "output_sizes": [size for size, _ in outputs],
@@ -126,7 +118,7 @@ class FakeFlightRecorder:
                     "time_discovered_started_ns": None,
                     "time_discovered_completed_ns": None,
                     "retired": False,
-                    "timeout_ms": round(1000 * told.timeout),
+                    "timeout_ms": round(1000 * timeout),
                     "is_p2p": messages,
                     "frames": [],
                 }
@@ -138,5 +130,5 @@ _DTYPES = {
 }  # fmt: skip
 
 
-def _sizes(tensors: Sequence[Tensor]) -> tuple[tuple[list[int], str], ...]:
+def _sizes(tensors: Sequence[Tensor]) -> _Sizes:
     return tuple((list(one.shape), _DTYPES.get(one.dtype, str(one.dtype))) for one in tensors)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -25,14 +25,12 @@ WeakStorage: Any = reductions.StorageWeakRef
 
 def living(reference: Any) -> torch.UntypedStorage | None:
     """The storage of a weak reference; None where it is gone."""
-    storage: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)  # noqa: SLF001
-    return storage
+    return cast("torch.UntypedStorage | None", torch.UntypedStorage._new_with_weak_ptr(reference.cdata))  # noqa: SLF001
 
 
 def name_of(operation: Any) -> str:
     """An operation's name without its namespace and overload."""
-    name: str = operation.overloadpacket.__name__
-    return name
+    return str(operation.overloadpacket.__name__)
 
 
 def is_view(operation: Any) -> bool:

@@ -14,13 +14,54 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from attrs import define, field
+from attrs import define, field, frozen
 
 from pipegrid.fake_nccl.entries import QueueEntry
-from pipegrid.fake_nccl.rules import LegacyRules
 
 DUMP_KEY = "exception_dump"
 _LOOK_SECONDS = 1.0  # between two looks into the store
+
+
+@frozen
+class LegacyRules:
+    """Settings of the watchdog and the heartbeat monitor of ``nccl-legacy``.
+
+    The error of an entry ends the process ``grace`` seconds later, unless its group was aborted by then. The watchdog
+    then sets the key ``exception_dump`` in the store; a process that finds the key, of an earlier attempt of the job as
+    well, ends ``dump_grace`` seconds later. Each of these fails the test.
+
+    Attributes:
+        grace: seconds from an error to the end of the process.
+        handling: ``TORCH_NCCL_ASYNC_ERROR_HANDLING``; with 0 an error ends nothing.
+        dump_grace: seconds from a look that finds the dump key in the store to the end of the process.
+
+    Examples:
+        >>> LegacyRules(handling=0).grace
+        60.0
+    """
+
+    grace: float = 60.0
+    handling: int = 3
+    dump_grace: float = 480.0
+
+
+@frozen
+class Nccl2Rules:
+    """Settings of the watchdog of nccl2 and nccl-lazy, whose rules `Nccl2Group` has.
+
+    Attributes:
+        tick: seconds between its looks.
+        grace: seconds from a look that sees an error to the end of the process.
+        handling: ``TORCH_NCCL_ASYNC_ERROR_HANDLING``; with 0 it ends nothing.
+
+    Examples:
+        >>> FakeDevice(nccl2=Nccl2Rules(tick=0.1)).nccl2.tick
+        0.1
+    """
+
+    tick: float = 1.0
+    grace: float = 15.0
+    handling: int = 3
 
 
 @define(eq=False)
@@ -31,19 +72,19 @@ class Watchdog:
         unfinished: launched entries that have not ended.
         is_aborted: whether the abort of a group has begun.
         end: ends an entry with an error.
+        dump: writes the flight recorder's file; called before an entry is ended.
         violations: the list to which broken rules are added.
         rules: of ``nccl-legacy``; None where each group has a watchdog of its own, as in nccl2.
-        dump: writes the flight recorder's file; called before an entry is ended.
         store: of the job, below all prefixes; None where the monitor has none to look into.
     """
 
     unfinished: Callable[[], Sequence[QueueEntry]]
     is_aborted: Callable[[str], bool]
     end: Callable[[QueueEntry, Exception], None]
+    dump: Callable[[], object]
     violations: list[str]
     rules: LegacyRules | None
     store: Any = None
-    dump: Callable[[], object] = lambda: None
     _failed: dict[str, tuple[float, str]] = field(factory=dict, init=False)  # by group: when, and what
     _looked: float = field(default=0.0, init=False)
     _found: float | None = field(default=None, init=False)

@@ -16,12 +16,4 @@ from pipegrid.layout.layout import PipelineParallelLayerLayout
 from pipegrid.layout.balancing.profile import LayerMemory
 from pipegrid.layout.balancing.report import LayoutReport as LayoutReport, report
 
-__all__ = [
-    "LayerMemory",
-    "LayoutError",
-    "LayoutGrammar",
-    "PipelineParallelLayerLayout",
-    "balance",
-    "even",
-    "report",
-]
+__all__ = ["LayerMemory", "LayoutError", "LayoutGrammar", "PipelineParallelLayerLayout", "balance", "even", "report"]

@@ -15,6 +15,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from pipegrid.core.parser import Parser
 from pipegrid.core.strict_json import read_json
@@ -53,13 +54,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _show(arguments: Sequence[str]) -> None:
-    parser = _parser("", "Show the layers of a layout on each rank.")
+    parser = _parser("", "Show the layers of a layout on each rank.", "costs of the layers: adds the report")
     parser.add_argument("layout", help="layout string, such as 'Et*3|(tt|)*29,m|L'; or a command: balance, even")
     parser.add_argument(
         "--num-layers", type=int, help="check the layout against a model with this number of decoder layers"
     )
     parser.add_argument("--mtp-num-layers", type=int, default=0, help="... and this number of MTP layers (default 0)")
-    parser.add_argument("--costs", type=Path, metavar="costs.json", help="costs of the layers: adds the report")
     options = parser.parse_args(arguments)
     layout = PipelineParallelLayerLayout(options.layout, options.pp, grammar=_grammar(options.symbol))
     if options.num_layers is not None:
@@ -68,14 +68,13 @@ def _show(arguments: Sequence[str]) -> None:
 
 
 def _even(arguments: Sequence[str]) -> None:
-    parser = _parser("even", "Split layers evenly over the stages.")
+    parser = _parser("even", "Split layers evenly over the stages.", "costs of the layers: adds the report")
     parser.add_argument("num_layers", type=int, help="layers of the model, embedding and loss not counted")
     parser.add_argument("--vpp", type=int, default=1, help="chunks per rank (default 1)")
     parser.add_argument("--account-for-embedding", action="store_true", help="count the embedding as a layer")
     parser.add_argument("--account-for-loss", action="store_true", help="count the loss as a layer")
     parser.add_argument("--first", type=int, help="layers on the first rank")
     parser.add_argument("--last", type=int, help="layers on the last rank")
-    parser.add_argument("--costs", type=Path, metavar="costs.json", help="costs of the layers: adds the report")
     options = parser.parse_args(arguments)
     layout = even(
         options.num_layers,
@@ -91,8 +90,8 @@ def _even(arguments: Sequence[str]) -> None:
 
 
 def _balance(arguments: Sequence[str]) -> None:
-    parser = _parser("balance", "Find the layout with the least cost of the most expensive stage.")
-    parser.add_argument("--costs", type=Path, required=True, metavar="costs.json", help="costs of the layers")
+    description = "Find the layout with the least cost of the most expensive stage."
+    parser = _parser("balance", description, "costs of the layers", costs_required=True)
     parser.add_argument("--layers", help="the model, such as 'Et*61mL'; default: the layers of costs.json")
     parser.add_argument("--vpp", type=int, default=1, help="chunks per rank (default 1)")
     parser.add_argument("--nodes", type=int, help="bound of the search with a limit and vpp > 1")
@@ -102,17 +101,14 @@ def _balance(arguments: Sequence[str]) -> None:
         options.pp,
         options.vpp,
         layers=options.layers,
-        memory=None if options.memory is None else _read_json(options.memory),
-        limit=_limit(options.limit),
-        microbatches=options.microbatches,
+        **_memory(options),
         nodes=options.nodes,
         grammar=_grammar(options.symbol),
     )
     _finish(options, result.layout, result.report, result)
 
 
-def _parser(command: str, description: str) -> argparse.ArgumentParser:
-    """A parser with the common options."""
+def _parser(command: str, description: str, costs: str, *, costs_required: bool = False) -> argparse.ArgumentParser:
     parser = Parser(
         prog=f"python -m pipegrid.layout {command}".strip(),
         description=description,
@@ -120,6 +116,7 @@ def _parser(command: str, description: str) -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--pp", type=int, required=True, help="number of pp ranks")
+    parser.add_argument("--costs", type=Path, required=costs_required, metavar="costs.json", help=costs)
     parser.add_argument("--memory", type=Path, metavar="memory.json", help="memory of the layers")
     parser.add_argument("--limit", help="memory of a rank; or one number per rank, with commas")
     parser.add_argument("--microbatches", type=int, help="microbatches per step (default: many)")
@@ -134,14 +131,7 @@ def _report(options: argparse.Namespace, layout: PipelineParallelLayerLayout) ->
         if any(getattr(options, name) is not None for name in ("memory", "limit", "microbatches", "svg")):
             raise LayoutError("--memory, --limit, --microbatches and --svg need --costs")
         return None
-    memory = None if options.memory is None else _read_json(options.memory)
-    return report(
-        layout,
-        _read_json(options.costs),
-        memory=memory,
-        limit=_limit(options.limit),
-        microbatches=options.microbatches,
-    )
+    return report(layout, _read_json(options.costs), **_memory(options))
 
 
 def _finish(
@@ -150,7 +140,6 @@ def _finish(
     numbers: LayoutReport | None,
     result: Balance | None = None,
 ) -> None:
-    """Print the tables or the JSON, and write the picture."""
     if options.svg is not None and numbers is not None:
         options.svg.write_text(numbers.svg(), encoding="utf-8")
     if options.json:
@@ -172,6 +161,12 @@ def _finish(
 
 def _grammar(symbols: Sequence[str]) -> LayoutGrammar:
     return LayoutGrammar(symbols={letter: kind for letter, _, kind in (symbol.partition("=") for symbol in symbols)})
+
+
+def _memory(options: argparse.Namespace) -> dict[str, Any]:
+    """The arguments of `balance` and `report` about memory."""
+    memory = None if options.memory is None else _read_json(options.memory)
+    return {"memory": memory, "limit": _limit(options.limit), "microbatches": options.microbatches}
 
 
 def _limit(text: str | None) -> float | list[float] | None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
 import unicodedata
-from collections.abc import Iterable
 
 _WINDOW = 100  # characters of a text shown around the caret; a 100,000-character layout must not fill a log
 
@@ -38,12 +36,10 @@ class LayoutSyntaxError(LayoutError):
     """
 
     def __init__(self, text: str, column: int, found: str, expected: str) -> None:
-        picture = caret(text, column)
-        super().__init__(f"layout string, column {column} (from 0): found {found}, expected {expected}\n{picture}")
-        self.text = text
-        self.column = column
-        self.found = found
-        self.expected = expected
+        super().__init__(
+            f"layout string, column {column} (from 0): found {found}, expected {expected}\n{_caret(text, column)}"
+        )
+        self.text, self.column, self.found, self.expected = text, column, found, expected
 
     def __reduce__(self) -> tuple[type[LayoutSyntaxError], tuple[str, int, str, str]]:
         return type(self), (self.text, self.column, self.found, self.expected)
@@ -61,13 +57,7 @@ class LayoutInfeasibleError(LayoutError):
         self.proven = proven
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """The end of an error about a name: `` (did you mean 'decoder'?)``; empty where no known name is near."""
-    near = difflib.get_close_matches(name, list(known), n=1)
-    return f" (did you mean {near[0]!r}?)" if near else ""
-
-
-def caret(text: str, column: int) -> str:
+def _caret(text: str, column: int) -> str:
     """Two lines: the part of ``text`` around ``column``, and a caret under that column."""
     start = max(0, min(column - _WINDOW // 2, len(text) - _WINDOW))
     end = min(len(text), start + _WINDOW)
@@ -77,14 +67,8 @@ def caret(text: str, column: int) -> str:
 
 
 def _printable(char: str) -> str:
-    """The character in a known width: white space as one space, an unprintable character as a question mark."""
-    if char.isspace():
-        return " "
-    return char if char.isprintable() else "?"
+    return " " if char.isspace() else char if char.isprintable() else "?"
 
 
 def _width(char: str) -> int:
-    """Number of terminal columns of ``char``."""
-    if unicodedata.combining(char):
-        return 0
-    return 2 if unicodedata.east_asian_width(char) in "WF" else 1
+    return 0 if unicodedata.combining(char) else 2 if unicodedata.east_asian_width(char) in "WF" else 1

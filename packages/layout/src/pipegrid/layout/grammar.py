@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import enum
 import string
 from collections.abc import Mapping
@@ -9,7 +10,7 @@ from types import MappingProxyType
 
 import attrs
 
-from pipegrid.layout.errors import LayoutError, nearest
+from pipegrid.layout.errors import LayoutError
 
 
 class LayerType(enum.StrEnum):
@@ -23,23 +24,15 @@ class LayerType(enum.StrEnum):
 
 
 STANDARD_SYMBOLS: Mapping[str, str] = MappingProxyType(
-    {
-        "E": LayerType.embedding,
-        "e": LayerType.encoder,
-        "t": LayerType.decoder,
-        "m": LayerType.mtp,
-        "L": LayerType.loss,
-    }
+    {"E": LayerType.embedding, "e": LayerType.encoder, "t": LayerType.decoder, "m": LayerType.mtp, "L": LayerType.loss}
 )
-
-_LETTERS = frozenset(string.ascii_letters)
 
 
 def _checked(symbols: Mapping[str, str]) -> Mapping[str, str]:
     if not isinstance(symbols, Mapping):
         raise LayoutError(f"symbols must map a letter to a kind of layer, got {symbols!r}; example: {{'v': 'vision'}}")
     for symbol, kind in symbols.items():
-        if symbol not in _LETTERS or not (isinstance(kind, str) and kind.isidentifier()):
+        if symbol not in set(string.ascii_letters) or not (isinstance(kind, str) and kind.isidentifier()):
             raise LayoutError(f"symbols has {symbol!r}: {kind!r}; it must be one ASCII letter and a name")
         if STANDARD_SYMBOLS.get(symbol, kind) != kind:
             raise LayoutError(f"symbol {symbol!r} is {STANDARD_SYMBOLS[symbol]!s} in every layout, not {kind!r}")
@@ -69,12 +62,8 @@ class LayoutGrammar:
     def __attrs_post_init__(self) -> None:
         object.__setattr__(self, "_letter", {kind: symbol for symbol, kind in self.symbols.items()})
 
-    def __getstate__(self) -> dict[str, str]:
-        return dict(self.symbols)  # a read-only view does not pickle
-
-    def __setstate__(self, state: dict[str, str]) -> None:
-        object.__setattr__(self, "symbols", MappingProxyType(state))
-        self.__attrs_post_init__()
+    def __reduce__(self) -> tuple[type[LayoutGrammar], tuple[dict[str, str]]]:
+        return type(self), (dict(self.symbols),)  # a read-only view does not pickle
 
     @property
     def registered(self) -> dict[str, str]:
@@ -94,13 +83,13 @@ class LayoutGrammar:
         """
         if isinstance(name, LayerType):
             return name
-        if isinstance(name, str):
-            if name in LayerType.__members__:
-                return LayerType[name]
-            if name in self._letter:
-                return name
-        near = nearest(str(name), map(str, self._letter))
-        raise LayoutError(f"{where}{name!r} is not a kind of layer{near}; the grammar has {self.describe()}")
+        if isinstance(name, str) and name in LayerType.__members__:
+            return LayerType[name]
+        if isinstance(name, str) and name in self._letter:
+            return name
+        near = difflib.get_close_matches(str(name), map(str, self._letter), n=1)
+        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        raise LayoutError(f"{where}{name!r} is not a kind of layer{hint}; the grammar has {self.describe()}")
 
     def describe(self) -> str:
         """The letters with their kinds, for error texts."""

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from itertools import groupby
+from operator import itemgetter
 
 import attrs
 
@@ -16,7 +18,7 @@ from pipegrid.layout.errors import LayoutError
 from pipegrid.layout.fields import integer
 from pipegrid.layout.grammar import LayerType, LayoutGrammar, grammar_of
 from pipegrid.layout.parser import parse
-from pipegrid.layout.text import align, merge_equal, name_layers, write, write_stage
+from pipegrid.layout.text import align, name_layers, write, write_stage
 
 _SHORT = 80  # characters of a layout that an error repeats
 
@@ -162,14 +164,14 @@ class PipelineParallelLayerLayout:
             LayoutError: the broken rule and, where it is one stage's, the stage.
         """
         mtp = 0 if mtp_num_layers is None else mtp_num_layers
-        check_rules(
-            self.stages,
-            self.pipeline_model_parallel_size,
-            self.grammar,
-            {LayerType.embedding: 1, LayerType.loss: 1, LayerType.decoder: num_layers, LayerType.mtp: mtp},
-        )
-        last_rank = self.stages[self.pipeline_model_parallel_size - 1 :: self.pipeline_model_parallel_size]
-        return mtp > 0 and not any(LayerType.mtp in layers for layers in last_rank)
+        counts: dict[str, int] = {
+            LayerType.embedding: 1,
+            LayerType.loss: 1,
+            LayerType.decoder: num_layers,
+            LayerType.mtp: mtp,
+        }
+        check_rules(self.stages, self.pipeline_model_parallel_size, self.grammar, counts)
+        return mtp > 0 and not any(LayerType.mtp in layers for layers in self.layout[-1])
 
     def validate_counts(self, counts: Mapping[str, int]) -> None:
         """Check the layout of one module of several against its number of layers per kind.
@@ -183,13 +185,12 @@ class PipelineParallelLayerLayout:
 
     def pretty_repr(self) -> str:
         """The table of pp ranks by chunks in words, consecutive equal ranks in one row."""
-        table = self.layout
-        header = ["", *(f"VPP rank {chunk}" for chunk in range(self.virtual_pipeline_model_parallel_size))]
-        rows = [
-            [f"PP rank {label}", *map(name_layers, table[rank])]
-            for label, rank in merge_equal(len(table), table.__getitem__)
-        ]
-        return align([header, *rows])
+        rows = [["", *(f"VPP rank {chunk}" for chunk in range(self.virtual_pipeline_model_parallel_size))]]
+        for stages, run in groupby(enumerate(self.layout), key=itemgetter(1)):
+            ranks = [rank for rank, _ in run]
+            label = f"{ranks[0]}-{ranks[-1]}" if len(ranks) > 1 else f"{ranks[0]}"
+            rows.append([f"PP rank {label}", *map(name_layers, stages)])
+        return align(rows)
 
     def to_json(self) -> str:
         """The layout as JSON; `from_json` reads it back to an equal layout with an equal grammar."""
@@ -209,11 +210,8 @@ class PipelineParallelLayerLayout:
         if not isinstance(data, dict) or not required <= set(data) <= required | {"symbols"}:
             keys = f"{', '.join(sorted(required))} and perhaps symbols"
             raise LayoutError(f"a layout in JSON must be an object with keys {keys}; got {data!r:.80}")
-        return PipelineParallelLayerLayout(
-            data["layout"],
-            data["pipeline_model_parallel_size"],
-            grammar=LayoutGrammar(symbols=data.get("symbols", {})),
-        )
+        grammar = LayoutGrammar(symbols=data.get("symbols", {}))
+        return PipelineParallelLayerLayout(data["layout"], data["pipeline_model_parallel_size"], grammar=grammar)
 
     def short_text(self) -> str:
         """The canonical text in quotes, cut for an error text."""
@@ -240,22 +238,14 @@ def _index(name: str, value: int | None, size: int) -> int:
 
 
 def check_rules(stages: Stages, pp: int, grammar: LayoutGrammar, counts: Mapping[str, int]) -> None:
-    """The position rules of embedding, loss and MTP layers, and the number of layers of each kind in ``counts``.
-
-    An embedding is the first layer of the first stage, a loss the last layer of the last stage. MTP layers follow all
-    decoders, on one stage: the last chunk of a pp rank other than the first (with one pp rank, of that one).
-
-    Raises:
-        LayoutError: the broken rule and, where it is one stage's, the stage.
-    """
+    """Raise for a broken position rule of those that `validate_layer_layout` has, or another count than ``counts``."""
     last = len(stages) - 1
     for kind, home, place in (
         (LayerType.embedding, (0, 0), "first"),
         (LayerType.loss, (last, len(stages[last]) - 1), "last"),
     ):
         at = [(stage, index) for stage, layers in enumerate(stages) for index, one in enumerate(layers) if one == kind]
-        misplaced = [stage for stage, index in at if (stage, index) != home]
-        if misplaced:
+        if misplaced := [stage for stage, index in at if (stage, index) != home]:
             rule = f"{kind!s} must be the {place} layer of the {place} stage, {home[0]}, and occur once"
             raise _broken(stages, pp, grammar, misplaced[0], rule)
     for name, count in counts.items():
@@ -268,8 +258,7 @@ def check_rules(stages: Stages, pp: int, grammar: LayoutGrammar, counts: Mapping
         first = first_mtp_stage(pp, len(stages))
         rest = [stages[homes[0]][stages[homes[0]].index(LayerType.mtp) :], *stages[homes[0] + 1 :]]
         late = [stage for stage, layers in enumerate(rest, homes[0]) if LayerType.decoder in layers]
-        misplaced = [*(stage for stage in homes if stage < first), *late, *homes[1:]]
-        if misplaced:
+        if misplaced := [*(stage for stage in homes if stage < first), *late, *homes[1:]]:
             rule = f"mtp layers must follow all decoders, together on one stage of the last chunk, {first} or later"
             raise _broken(stages, pp, grammar, misplaced[0], rule)
 

@@ -7,7 +7,7 @@ depends on the stages alone, so equal layouts have equal texts, and it parses ba
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 
 from pipegrid.layout.grammar import LayoutGrammar
@@ -17,10 +17,7 @@ _LONGEST_PERIOD = 32  # runs of stages in one repeated sequence; keeps the fold 
 
 def write(stages: Sequence[tuple[str, ...]], grammar: LayoutGrammar) -> str:
     """The canonical layout string of ``stages`` (kinds of layer per stage, in model order)."""
-    texts: dict[tuple[str, ...], str] = {}
-    for stage in stages:
-        if stage not in texts:
-            texts[stage] = write_stage(stage, grammar)
+    texts = {stage: write_stage(stage, grammar) for stage in set(stages)}
     # Every stage but the last is written with its separator, so that a run of them is one repeat.
     closed = [f"{texts[stage]}|" for stage in stages[:-1]]
     return _join([*_fold([_repeat(text, len(list(run))) for text, run in groupby(closed)]), texts[stages[-1]]])
@@ -33,13 +30,9 @@ def write_stage(stage: Sequence[str], grammar: LayoutGrammar) -> str:
 
 def _join(parts: Sequence[str]) -> str:
     """The parts concatenated; a comma separates a count from the part after it, for the eye only."""
-    text = ""
-    pieces = []
-    for part in parts:
-        if text[-1:].isdigit() and part[:1] not in ("", "|"):
-            pieces.append(",")
-        pieces.append(part)
-        text = part or text
+    pieces = [""]
+    for part in filter(None, parts):
+        pieces += [",", part] if pieces[-1][-1:].isdigit() and part[0] != "|" else [part]
     return "".join(pieces)
 
 
@@ -74,9 +67,8 @@ def _count(runs: list[str], start: int, period: int) -> int:
     """Number of consecutive repetitions of the ``period`` runs from ``start`` on."""
     if runs[start] != runs[start + period]:
         return 1
-    first = runs[start : start + period]
     count = 1
-    while runs[start + period * count : start + period * (count + 1)] == first:
+    while runs[start + period * count : start + period * (count + 1)] == runs[start : start + period]:
         count += 1
     return count
 
@@ -92,16 +84,6 @@ def align(rows: Sequence[Sequence[str]], *, right: frozenset[int] = frozenset())
         ]
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)
-
-
-def merge_equal(count: int, key: Callable[[int], Hashable]) -> list[tuple[str, int]]:
-    """Consecutive indices with equal keys: the label of each run (``"1-13"``) and its first index."""
-    merged = []
-    for _, run in groupby(range(count), key=key):
-        indices = list(run)
-        label = str(indices[0]) if len(indices) == 1 else f"{indices[0]}-{indices[-1]}"
-        merged.append((label, indices[0]))
-    return merged
 
 
 def name_layers(layers: Sequence[str]) -> str:

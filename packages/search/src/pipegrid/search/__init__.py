@@ -1,13 +1,6 @@
 """Plans for measured costs under a memory cap, steps around dead ranks, and named schedules side by side."""
 
-from pipegrid.search.buffers import (
-    Buffered,
-    PlanBuffers,
-    PositionBuffers,
-    SlotArrival,
-    plan_buffers,
-    position_buffers,
-)
+from pipegrid.search.buffers import Buffered, PlanBuffers, PositionBuffers, SlotArrival, plan_buffers, position_buffers
 from pipegrid.search.compare import COMPARED, Row, compare, comparison_table
 from pipegrid.search.found import Found
 from pipegrid.search.candidates import candidates
@@ -31,7 +24,6 @@ from pipegrid.search.routed import (
 )
 from pipegrid.search.search import Progress, greedy, search
 from pipegrid.search.slice_lengths import balanced_slices, slice_times
-
 
 __all__ = [
     "COMPARED",

@@ -40,7 +40,7 @@ class Annealing:
             if not critical:
                 break
             heat = temperature * (1 - index / tries)
-            moved = self._moved(*self._random_of(critical))
+            moved = self._moved(*critical[int(self.rng.random() * len(critical))])
             if moved is None:
                 continue
             position, order, first, last = moved
@@ -61,9 +61,6 @@ class Annealing:
 
     def _accepts(self, longer: float, heat: float) -> bool:
         return longer <= 0 or (heat > 0 and self.rng.random() < math.exp(-longer / heat))
-
-    def _random_of(self, critical: list[tuple[int, int]]) -> tuple[int, int]:
-        return critical[int(self.rng.random() * len(critical))]
 
     def _critical(self) -> list[tuple[int, int]]:
         """The operations of one longest path that start when the one before on a position ends, with that position."""
@@ -100,8 +97,7 @@ class Annealing:
         kind = rng.random()
         far = 1 if kind < 0.5 else rng.randint(2, FARTHEST)
         if kind < 0.8:
-            target = max(0, source - far)
-            step = -1
+            target, step = max(0, source - far), -1
         else:
             source -= 1
             target, step = min(len(order) - 1, source + far), 1
@@ -114,5 +110,4 @@ class Annealing:
             return None
         changed = list(order)
         changed.insert(at, changed.pop(source))
-        first, last = min(at, source), max(at, source)
-        return (position, changed, first, last) if network.keeps_to_limit(changed) else None
+        return (position, changed, min(at, source), max(at, source)) if network.keeps_to_limit(changed) else None

@@ -50,7 +50,7 @@ def _of_chain(network: Network, objective: Objective) -> float:
         starts.append(starts[-1] + durations[number - 1] + lag[number])
     ends = [start + duration for start, duration in zip(starts, durations, strict=False)]
     bounds = []
-    passes_at = [own for own in network.passes_at if own]  # a position may be empty
+    passes_at = list(filter(None, network.passes_at))  # a position may be empty
     for inner in passes_at:
         own = count * math.fsum(durations[number] for number in inner)
         weights = count * math.fsum(durations[number + stages] for number in inner if number >= stages)

@@ -119,7 +119,7 @@ class RoutedProblem:
 
     def guard(self, position: int) -> float:
         """`held` where memory could deadlock an actor: with a limit and several trained stages; else 0."""
-        trained = [stage for stage in self.stages_at(position) if stage not in self.forward_only]
+        trained = set(self.stages_at(position)) - self.forward_only
         return self.held(position) if self.limits[position] < math.inf and len(trained) > 1 else 0.0
 
 
@@ -186,7 +186,12 @@ def _calls(problem: RoutedProblem) -> Calls:
             if replica not in seats:
                 seats[replica] = len(calls.seats)
                 own = tuple([number[place, replica] for place in problem.placement[stage]])
-                calls.seats.append(_seat(problem, stage, own, min(problem.speed(actors[one]) for one in own)))
+                speed = min(problem.speed(actors[one]) for one in own)
+                times = tuple([time / speed for time in problem.times[stage]])
+                size, released = problem.activation[stage], problem.released[stage]
+                trained, distance = stage not in problem.forward_only, problem.graph.distance_to_sink[stage]
+                overhead = problem.costs.overhead / speed
+                calls.seats.append(Seat(stage, own, times, overhead, size, released, trained, distance))
             numbers[stage][unit] = len(calls.seat)
             calls.seats[seats[replica]].calls.append(len(calls.seat))
             calls.seat.append(seats[replica])
@@ -195,14 +200,6 @@ def _calls(problem: RoutedProblem) -> Calls:
             calls.age.append(age[unit])
     _connect(problem, calls, numbers)
     return calls
-
-
-def _seat(problem: RoutedProblem, stage: int, actors: tuple[int, ...], speed: float) -> Seat:
-    times = tuple([time / speed for time in problem.times[stage]])
-    size, released = problem.activation[stage], problem.released[stage]
-    trained = stage not in problem.forward_only
-    overhead, distance = problem.costs.overhead / speed, problem.graph.distance_to_sink[stage]
-    return Seat(stage, actors, times, overhead, size, released, trained, distance)
 
 
 def _connect(problem: RoutedProblem, calls: Calls, numbers: list[dict[int, int]]) -> None:

@@ -89,10 +89,8 @@ def problems(
             Problem(graph, places, num_microbatches, own, activation_sizes(empty, own), limit, without, ahead)
         )
     for shape in shapes:
-        if shape.num_positions != num_positions:
-            raise PlanError(
-                f"{num_stages} stages lie on {shape.num_positions} positions; num_positions is {num_positions}"
-            )
+        if (count := shape.num_positions) != num_positions:
+            raise PlanError(f"{num_stages} stages lie on {count} positions; num_positions is {num_positions}")
     least = [shape.least_memory() for shape in shapes]
     fitting = [shape for shape, needed in zip(shapes, least, strict=True) if needed <= shape.room]
     if not fitting:
@@ -167,21 +165,17 @@ def named(problem: Problem) -> Iterator[Found]:
         modules = {problem.graph.module_of(stage)[0] for stage in problem.forward_only}
         options: dict[str, Any] = {"placement": problem.placement, "forward_only": sorted(modules)}
         plans.append(("multi_module_1f1b", multi_module_1f1b(problem.graph, problem.num_microbatches, **options)))
-        plans += _around(problem, options)
+        # The schedules that train the module with the loss, with the others around it, where they fit.
+        around = {name: name for name, known in SCHEDULES.items() if known.trains and not known.sliced}
+        around[ANY_GRAPH] = "seq1f1b"  # 1F1B where a microbatch is one slice; ANY_GRAPH has a rule for all modules
+        for origin, name in around.items():
+            with suppress(PlanError):
+                plans.append((origin, schedule_for(problem.graph, name, problem.num_microbatches, **options)))
     for name, plan in plans:
         if plan.placement == problem.placement:
             entry = candidate(name, with_skips(plan, problem.graph.skips), problem)
             if entry is not None:
                 yield entry
-
-
-def _around(problem: Problem, options: dict[str, Any]) -> Iterator[tuple[str, Plan]]:
-    """The schedules that train the module with the loss, with the others around it, where they fit."""
-    around = {name: name for name, known in SCHEDULES.items() if known.trains and not known.sliced}
-    around[ANY_GRAPH] = "seq1f1b"  # which is 1F1B where a microbatch is one slice; ANY_GRAPH has a rule for all modules
-    for origin, name in around.items():
-        with suppress(PlanError):
-            yield origin, schedule_for(problem.graph, name, problem.num_microbatches, **options)
 
 
 def listed(problem: Problem) -> Iterator[Found]:
@@ -196,13 +190,11 @@ def listed(problem: Problem) -> Iterator[Found]:
     for policy in tried:
         split = list(list_schedule(one_replica, policy).orders.values())
         for orders in (split, with_whole_backwards(split)):
-            key = tuple(map(tuple, orders))
-            if key in seen:
-                continue
-            seen.add(key)
-            entry = candidate("list", planned(problem, orders, make), problem)
-            if entry is not None:
-                yield entry
+            if (key := tuple(map(tuple, orders))) not in seen:
+                seen.add(key)
+                entry = candidate("list", planned(problem, orders, make), problem)
+                if entry is not None:
+                    yield entry
 
 
 def with_whole_backwards(orders: Iterable[Entries]) -> list[Entries]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from typing import Any
 
 from attrs import frozen
 
@@ -11,7 +13,7 @@ from pipegrid.core.tables import table, text_table
 from pipegrid.plans.errors import PlanError
 from pipegrid.plans.generators import SCHEDULES
 from pipegrid.plans.plan import Plan
-from pipegrid.plans.simulate import Costs, GivenCosts, OtherCutError, simulate, with_slack
+from pipegrid.plans.simulate import Costs, GivenCosts, OtherCutError, Simulation, simulate, with_slack
 from pipegrid.plans.verify import as_limit
 from pipegrid.search.pairs import hides
 from pipegrid.search.search import greedy
@@ -131,38 +133,25 @@ def _greedy(
     num_positions: int, num_microbatches: int, costs: Costs, memory_limit: float | None, chunks: set[int]
 ) -> list[Plan]:
     plans = []
-    for number in sorted(chunks):
-        num_stages = num_positions * number
-        try:
-            plan = greedy(
-                costs.cut_into(num_stages, slices=num_positions),
-                memory_limit,
-                num_positions=num_positions,
-                num_microbatches=num_microbatches,
-                num_stages=num_stages,
-            )
-        except (PlanError, OtherCutError):  # nothing fits under the cap with this many chunks, or the costs do not
-            continue
-        plans.append(plan)
+    sizes: dict[str, Any] = {"num_positions": num_positions, "num_microbatches": num_microbatches}
+    for stages in (num_positions * number for number in sorted(chunks)):
+        with suppress(PlanError, OtherCutError):  # nothing fits under the cap in this many chunks, or the costs do not
+            cut = costs.cut_into(stages, slices=num_positions)
+            plans.append(greedy(cut, memory_limit, num_stages=stages, **sizes))
     return plans
 
 
+def played(plan: Plan, costs: Costs) -> Simulation:
+    """The plan with ``costs``, of which a number is that of a whole position."""
+    beside, edges = plan.stages_beside, plan.graph.stage_edges
+    return simulate(plan, costs.cut_into(plan.num_stages, slices=plan.num_positions, beside=beside, edges=edges))
+
+
 def _row(name: str, plan: Plan, costs: Costs, limit: float) -> Row:
-    cut = costs.cut_into(
-        plan.num_stages, slices=plan.num_positions, beside=plan.stages_beside, edges=plan.graph.stage_edges
-    )
-    simulation = simulate(plan, cut)
-    peak = simulation.peak()
-    return Row(
-        name,
-        plan,
-        simulation.makespan,
-        simulation.bubble(),
-        simulation.bubble(of="span"),
-        peak,
-        simulation.peak(until="I"),
-        peak <= with_slack(limit),
-    )
+    step = played(plan, costs)
+    bubble, of_span = step.bubble(), step.bubble(of="span")
+    peak, earlier = step.peak(), step.peak(until="I")
+    return Row(name, plan, step.makespan, bubble, of_span, peak, earlier, peak <= with_slack(limit))
 
 
 HEADINGS = ("schedule", "makespan", "bubble", "within span", "peak until W", "until I")

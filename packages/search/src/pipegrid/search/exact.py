@@ -47,10 +47,8 @@ def shortest(chain: Network, below: float, *, max_states: int) -> Exact:
 
     ``chain`` has equal costs (see `has_equal_costs`).
     """
-    slot = chain.duration[0]
     best: Orders | None = None
-    slots = -(-below // slot) - 1
-    states = 0
+    slots, states = -(-below // chain.duration[0]) - 1, 0
     while True:
         search = _Slots(chain, int(slots), max_states - states)
         history = search.run()
@@ -150,14 +148,12 @@ class _Slots:
         seen = [0] * self.passes
         for choice in taken:
             for position, number in enumerate(choice):
-                if number == IDLE:
-                    continue
                 if number >= self.passes:
                     result[position].append(pending[position].pop(0))
-                    continue
-                operation = number * self.count + seen[number]
-                seen[number] += 1
-                result[position].append(operation)
-                if number >= self.chain.num_stages:
-                    pending[position].append(operation + self.chain.num_stages * self.count)
+                elif number != IDLE:
+                    operation = number * self.count + seen[number]
+                    seen[number] += 1
+                    result[position].append(operation)
+                    if number >= self.chain.num_stages:
+                        pending[position].append(operation + self.chain.num_stages * self.count)
         return result

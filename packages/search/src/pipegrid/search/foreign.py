@@ -56,6 +56,7 @@ _CHUNK_CALLS = (
     "_weight_chunk",
     "_commit_and_wait_comm",
 )
+_PHASES = {"_commit_and_wait_comm": 0, "_weight_chunk": 0, "_forward_backward_compute_chunk": 2}  # of others, one
 _MOST = 10**9  # stages and microbatches, as in the text of a plan
 _MOST_FORWARDS = 10**7  # of all ranks of a table
 _TASKS = {"FWD": "F", "BWD": "B", "BWD_I": "I", "BWD_W": "W"}
@@ -97,8 +98,8 @@ def _instruction(one: Any, path: str) -> tuple[str, int, int, str]:
         raise PlanError(
             f"{path}: {shown(str(one))} is no instruction that is known: {', '.join(sorted(known))}", path=path
         )
-    given = {name: int(value) for name, value in re.findall(r"(\w+)=(\d+)", match[2])}
-    return match[1], given.get("buffer_id", 0), given.get("phase", 0), path
+    given = dict(re.findall(r"(\w+)=(\d+)", match[2]))
+    return match[1], int(given.get("buffer_id", 0)), int(given.get("phase", 0)), path
 
 
 def _launches(instructions: Sequence[tuple[str, int, int, str]], rank: int, count: int) -> Iterator[Any]:
@@ -175,15 +176,10 @@ def dualpipe_calls(schedule: type, num_ranks: int, num_chunks: int) -> list[list
         body |= {name: method(name, note) for name in _CHUNK_CALLS}
         body |= {name: method(name, lambda *_, **__: None) for name in silent}
         last, half = rank == num_ranks - 1, num_ranks // 2
-        where: dict[str, object] = {
-            "rank": rank,
-            "pp_rank": rank,
-            "num_ranks": num_ranks,
-            "pp_size": num_ranks,
-            "batch_dim": 0,
-        }
+        where: dict[str, object] = {"rank": rank, "pp_rank": rank, "num_ranks": num_ranks, "pp_size": num_ranks}
         where |= {"is_first_rank": False, "is_first_pp_rank": False, "is_last_rank": last, "is_last_pp_rank": last}
-        where |= {"is_middle_rank": rank in (half - 1, half), "is_in_second_half": rank >= half, "module": ()}
+        where |= {"is_middle_rank": rank in (half - 1, half), "is_in_second_half": rank >= half}
+        where |= {"module": (), "batch_dim": 0}
         type(schedule.__name__, (SimpleNamespace,), body)(**where).step(num_chunks=num_chunks)
         return noted
 
@@ -223,16 +219,11 @@ def _chunk_launches(calls: Iterable[Any], rank: int, count: int, *, folded: bool
         if match is None or match[1] not in _CHUNK_CALLS or any(phase > 1 for phase in phases):
             raise PlanError(f"{path}: {shown(str(call))} is no call of {', '.join(_CHUNK_CALLS)}", path=path)
         name = match[1]
-        if len(phases) != {"_commit_and_wait_comm": 0, "_weight_chunk": 0, "_forward_backward_compute_chunk": 2}.get(
-            name, 1
-        ):
+        if len(phases) != _PHASES.get(name, 1):
             raise PlanError(f"{path}: {shown(str(call))} has not the phases of {name}", path=path)
         if kind := _CHUNK_MESSAGES.get(name):
-            place = (
-                stages[phases[0]] % count
-            )  # in its half: the first receives nothing from before, the last from after
-            ends = kind in ("RECV_F", "SEND_B")
-            if place != (0 if ends else count - 1):
+            # In its half: the first receives nothing from before, the last from after.
+            if stages[phases[0]] % count != (0 if kind in ("RECV_F", "SEND_B") else count - 1):
                 queued.append(word(kind, phases[0]))
             continue
         if name in ("_commit_and_wait_comm", "_weight_chunk") and queued:
@@ -376,12 +367,8 @@ def read_schedule(text: str) -> Plan | Orders | None:
     for name, read in readers.items():
         if isinstance(document, dict) and name in document:
             rows = document[name]
-            if (
-                document.keys() != {name}
-                or not isinstance(rows, list)
-                or not rows
-                or not all(isinstance(row, list) for row in rows)
-            ):
+            listed = isinstance(rows, list) and rows and all(isinstance(row, list) for row in rows)
+            if document.keys() != {name} or not listed:
                 raise PlanError(f"{name} is alone in its document, a list with a list for each rank", path=name)
             return read(rows)
     return _plan_of_table(document) if isinstance(document, dict) and "schedule_table" in document else None

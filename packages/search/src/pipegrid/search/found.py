@@ -53,3 +53,8 @@ def candidate(origin: str, plan: Plan, problem: Problem) -> Found | None:
 def value_of(entry: Found, objective: Objective) -> float:
     """The objective of a candidate."""
     return entry.makespan if objective == "makespan" else entry.span
+
+
+def rank_of(entry: Found, objective: Objective) -> tuple[float, float]:
+    """The least is the best: the objective, of equal ones the peak."""
+    return value_of(entry, objective), entry.peak

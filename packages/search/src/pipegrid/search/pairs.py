@@ -6,6 +6,7 @@ couples are tried at once; where that is longer, each half of them, in the order
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias
 
@@ -14,9 +15,9 @@ from attrs import evolve
 from pipegrid.plans.errors import PlanError
 from pipegrid.plans.network.network import Objective
 from pipegrid.plans.network.problem import Problem
-from pipegrid.plans.plan import Action, ActionKind, Plan, Step
+from pipegrid.plans.plan import ActionKind, Plan, Step
 from pipegrid.plans.simulate import Costs, simulate
-from pipegrid.search.found import Found, candidate, value_of
+from pipegrid.search.found import Found, candidate, rank_of, value_of
 
 _Couple: TypeAlias = tuple[float, int, int]
 """The start of the first of two computes that follow each other, its position, and its number there."""
@@ -35,30 +36,21 @@ def without_hidden(costs: Costs, num_stages: int) -> Costs:
     A pair takes no less than its two computes at these costs, and may give its results no sooner.
     """
     halves = [saved / 2 for saved in costs.per_stage("hidden", num_stages)]
-    names = ("F", "I", *(("B",) if costs.B is not None else ()))
     less: dict[str, Any] = {
         name: [max(0.0, whole - half) for whole, half in zip(costs.per_stage(name, num_stages), halves, strict=True)]
-        for name in names
+        for name in ("F", "I", *(("B",) if costs.B is not None else ()))
     }
     return evolve(costs, hidden=0.0, **less)
 
 
 def paired(found: Found, problem: Problem, objective: Objective) -> Found:
     """``found`` with the pairs that make it shorter; as it is where none does."""
-    best = found
     if any(found.plan.pairs) or not hides(problem.costs):
-        return best
+        return found
     dates = simulate(found.plan, problem.costs).start
-    for forward_first in (True, False):
-        couples = sorted(_couples(found.plan, dates, forward_first=forward_first))
-        joined = _joined(found, problem, objective, couples)
-        if _rank(joined, objective) < _rank(best, objective):
-            best = joined
-    return best
-
-
-def _rank(found: Found, objective: Objective) -> tuple[float, float]:
-    return value_of(found, objective), found.peak
+    ways = [sorted(_couples(found.plan, dates, forward_first=first)) for first in (True, False)]
+    joined = [_joined(found, problem, objective, couples) for couples in ways]
+    return min(found, *joined, key=lambda one: rank_of(one, objective))
 
 
 def _couples(plan: Plan, dates: Sequence[Sequence[float]], *, forward_first: bool) -> Iterable[_Couple]:
@@ -93,21 +85,18 @@ def _joined(found: Found, problem: Problem, objective: Objective, couples: Seque
 
 def _with(found: Found, problem: Problem, couples: Iterable[_Couple]) -> Found | None:
     """``found`` with these couples as pairs; None where it gets stuck or does not keep to the cap."""
-    firsts: list[set[int]] = [set() for _ in found.plan.positions]
+    firsts = defaultdict[int, set[int]](set)
     for _, position, at in couples:
         firsts[position].add(at)
-    rows = []
-    for steps, own in zip(found.plan.positions, firsts, strict=True):
-        row: list[Step] = []
-        for at, step in enumerate(steps):
-            assert isinstance(step, Action)  # of a plan of computes without pairs
+    rows: list[list[Step]] = [[] for _ in found.plan.positions]
+    for position, row in enumerate(rows):
+        own, actions = firsts[position], list(found.plan.actions(position))
+        for at, action in enumerate(actions):
             if at in own:
-                other = steps[at + 1]
-                assert isinstance(other, Action)
-                row.append((step, other) if step.kind is ActionKind.F else (other, step))
+                other = actions[at + 1]
+                row.append((action, other) if action.kind is ActionKind.F else (other, action))
             elif at - 1 not in own:
-                row.append(step)
-        rows.append(row)
+                row.append(action)
     try:
         return candidate(f"{found.origin}, pairs", evolve(found.plan, positions=rows), problem)
     except PlanError:  # a pair waits for what waits for it

@@ -35,14 +35,6 @@ class Pattern:
     dates: tuple[int, ...] = field(repr=False)
 
 
-@frozen
-class _Sweep:
-    """Consecutive passes that visit every position once, upward (0, 1, ...) or downward."""
-
-    first: int
-    upward: bool
-
-
 def patterns(chain: Network) -> list[Pattern]:
     """Every pattern that suits the placement and the memory limit, least memory first; none for other placements.
 
@@ -50,22 +42,20 @@ def patterns(chain: Network) -> list[Pattern]:
     """
     sweeps = _sweeps(chain)
     for more in (1.0, 1.5, 2.0) if sweeps else ():
-        found = list(_Patterns(chain, sweeps, more).found())
-        if found:
+        tried = _Patterns(chain, sweeps, more)
+        if found := list(tried.extended(0, dict.fromkeys(tried.checked, 0), ())):
             return sorted(found, key=lambda pattern: (pattern.live, pattern.length))
     return []
 
 
-def _sweeps(chain: Network) -> list[_Sweep]:
-    count = chain.num_positions
+def _sweeps(chain: Network) -> list[tuple[int, bool]]:
+    """Consecutive passes that visit every position once: the first, and whether they go upward (0, 1, ...)."""
+    count, passes = chain.num_positions, chain.position[: 2 * chain.num_stages]
     every = tuple(range(count))
-    sweeps = []
-    for first in range(0, 2 * chain.num_stages, count):
-        visited = chain.position[: 2 * chain.num_stages][first : first + count]
-        if visited not in (every, every[::-1]):
-            return []
-        sweeps.append(_Sweep(first, upward=visited == every))
-    return sweeps
+    visited = {first: passes[first : first + count] for first in range(0, len(passes), count)}
+    if not all(one in (every, every[::-1]) for one in visited.values()):
+        return []
+    return [(first, one == every) for first, one in visited.items()]
 
 
 class _Patterns:
@@ -75,7 +65,7 @@ class _Patterns:
     longest at an end: a few positions stand for all.
     """
 
-    def __init__(self, chain: Network, sweeps: list[_Sweep], more: float) -> None:
+    def __init__(self, chain: Network, sweeps: list[tuple[int, bool]], more: float) -> None:
         self.chain, self.sweeps = chain, sweeps
         self.last = chain.num_positions - 1
         self.period = 3 * len(sweeps) // 2
@@ -89,16 +79,11 @@ class _Patterns:
         self.most_live = self.period * (more * room + max(sizes))
         self.sizes = sizes
 
-    def found(self) -> Iterator[Pattern]:
-        yield from self._extended(0, dict.fromkeys(self.checked, 0), ())
-
     def _way(self, hop: tuple[int, int], position: int) -> int:
         """Slots from position 0 to ``position``, or back."""
         return hop[0] + hop[1] * (position - 1) if position else 0
 
-    def _extended(
-        self, start: int, taken: dict[int, int], dates: tuple[tuple[int, int, int], ...]
-    ) -> Iterator[Pattern]:
+    def extended(self, start: int, taken: dict[int, int], dates: tuple[tuple[int, int, int], ...]) -> Iterator[Pattern]:
         """The patterns that begin with ``dates``: per sweep, the slot at position 0 and the signed hop.
 
         ``taken``: per checked position, the slots modulo the period as bits.
@@ -109,7 +94,7 @@ class _Patterns:
             if live <= self.most_live:
                 yield Pattern(live, start, self._dates(dates))
             return
-        upward = self.sweeps[index].upward
+        _, upward = self.sweeps[index]
         for turn, hop in itertools.product(TURNS if index else (0,), self.hops):
             length = self._way(hop, self.last)
             zero = start + turn if upward else start + turn + length
@@ -123,7 +108,7 @@ class _Patterns:
             else:
                 extended = (*dates, (zero, sign * hop[0], sign * hop[1]))
                 if index < len(self.sweeps) // 2 or self._live(self.last, extended) <= self.most_live:
-                    yield from self._extended(start + turn + length + 1, now, extended)
+                    yield from self.extended(start + turn + length + 1, now, extended)
 
     def _date(self, sweep: tuple[int, int, int], position: int) -> int:
         zero, first, rest = sweep
@@ -132,9 +117,9 @@ class _Patterns:
     def _live(self, position: int, dates: tuple[tuple[int, int, int], ...]) -> float:
         """Slots times memory for which ``position`` holds the stages whose ``I`` has a date."""
         total, count = 0.0, len(self.sweeps)
-        for index in range(count // 2):
+        for index, (first, upward) in enumerate(self.sweeps[: count // 2]):
             if count - 1 - index < len(dates):
-                stage = self.sweeps[index].first + (position if self.sweeps[index].upward else self.last - position)
+                stage = first + (position if upward else self.last - position)
                 lifetime = self._date(dates[count - 1 - index], position) + 1 - self._date(dates[index], position)
                 total += self.sizes[stage] * lifetime
         return total

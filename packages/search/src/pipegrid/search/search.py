@@ -20,7 +20,7 @@ from pipegrid.search.anneal import Annealing
 from pipegrid.search.bounds import lower_bound
 from pipegrid.search.candidates import listed, named, planned, problems, with_whole_backwards
 from pipegrid.search.exact import has_equal_costs, shortest
-from pipegrid.search.found import Found, candidate, value_of
+from pipegrid.search.found import Found, candidate, rank_of, value_of
 from pipegrid.search.justify import justified
 from pipegrid.search.pairs import hides, paired, without_hidden
 from pipegrid.search.patterns import patterns
@@ -124,8 +124,8 @@ def search(
     clock = _Clock(searches, time_limit, progress)
     for one in searches:
         one.run(clock)
-    best = min((one for one in searches if one.best is not None), key=lambda one: one.rank(one.offered[0]))
-    return best.found(complete=not clock.stopped)
+    best = min((one for one in searches if one.offered), key=lambda one: one.rank(one.offered[0]))
+    return evolve(best.offered[0], bound=best.bound, optimal=best.is_done(), complete=not clock.stopped)
 
 
 def greedy(
@@ -176,9 +176,9 @@ MOST = 60_000_000
 TOLD = 100
 """The least number of progress reports while orders are improved."""
 
-TIMED, SQUEEZED, JUSTIFIED, LISTED, LISTED_GRAPH, STATE = 1, 8, 12, 4000, 60, 20
-"""The cost per operation of timing fixed orders, squeezing a pattern, justifying orders, all list schedules of a chain
-and one of modules, and of a state of `shortest`, in the time it takes to time one operation."""
+SQUEEZED, JUSTIFIED, LISTED, LISTED_GRAPH, STATE = 8, 12, 4000, 60, 20
+"""The cost per operation of squeezing a pattern, justifying orders, all list schedules of a chain and one of modules,
+and of a state of `shortest`, in the time it takes to time one operation of fixed orders."""
 
 
 @define
@@ -199,7 +199,7 @@ class _Clock:
 
     def tell(self) -> None:
         """Report how far the search is."""
-        found = [one.best for one in self.searches if one.best is not None]
+        found = [one.offered[0] for one in self.searches if one.offered]
         if self.progress is None or not found:
             return
         objective = self.searches[0].objective
@@ -220,9 +220,8 @@ class _Search:
         if self.hides:
             bounded = as_network(evolve(problem, costs=without_hidden(problem.costs, problem.graph.num_stages)))
         self.bound = lower_bound(bounded, objective)
-        operations = 3 * problem.graph.num_stages * problem.num_microbatches
-        self.operations = operations
-        self.budget = effort * min(max(UNIT, 20_000 * operations), MOST)
+        self.operations = 3 * problem.graph.num_stages * problem.num_microbatches
+        self.budget = effort * min(max(UNIT, 20_000 * self.operations), MOST)
         self.total = 1.5 * self.budget  # with justification, the last step
         self.spent = 0.0
         self.offered: list[Found] = []  # the best, in order
@@ -230,15 +229,8 @@ class _Search:
         # Distinct orders, each with its value and origin.
         self.starts: dict[tuple[tuple[int, ...], ...], tuple[float, str]] = {}
 
-    @property
-    def best(self) -> Found | None:
-        return self.offered[0] if self.offered else None
-
     def rank(self, entry: Found) -> tuple[float, float]:
-        return value_of(entry, self.objective), entry.peak
-
-    def found(self, *, complete: bool) -> Found:
-        return evolve(self.offered[0], bound=self.bound, optimal=self._is_done(), complete=complete)
+        return rank_of(entry, self.objective)
 
     def run(self, clock: _Clock) -> None:
         steps = [self._from_schedules()]
@@ -250,7 +242,7 @@ class _Search:
                 if clock.stop():
                     self._pair()
                     return
-            if self._is_done():
+            if self.is_done():
                 break
         self._pair()
         self.spent = self.total
@@ -263,13 +255,13 @@ class _Search:
         for found in self.offered[: 1 if self.budget else PAIRED]:
             self._offer(paired(found, self.problem, self.objective))
         for _, orders, origin in self._best_starts(ANNEALED):
-            entries: list[Entries] = [[self.network.action(operation) for operation in order] for order in orders]
-            for written in (entries, with_whole_backwards(entries)):
-                entry = candidate(origin, planned(self.problem, written), self.problem)
+            for entry in self._plans(orders, origin):
                 self._offer(entry and paired(entry, self.problem, self.objective))
 
-    def _is_done(self) -> bool:
-        return self.proved or (self.best is not None and value_of(self.best, self.objective) <= self.bound * (1 + 1e-9))
+    def is_done(self) -> bool:
+        """Whether the best so far is known to be the shortest."""
+        least = self.bound * (1 + 1e-9)
+        return self.proved or (bool(self.offered) and value_of(self.offered[0], self.objective) <= least)
 
     def _offer(self, entry: Found | None) -> None:
         if entry is not None:
@@ -278,10 +270,15 @@ class _Search:
     def _start(self, value: float, orders: Orders, origin: str) -> None:
         self.starts.setdefault(tuple(map(tuple, orders)), (value, origin))
 
-    def _offer_orders(self, orders: Orders, origin: str) -> None:
+    def _plans(self, orders: Orders, origin: str) -> Iterator[Found | None]:
+        """The plans of ``orders``, with backwards split and with whole ones."""
         entries: list[Entries] = [[self.network.action(operation) for operation in order] for order in orders]
         for written in (entries, with_whole_backwards(entries)):
-            self._offer(candidate(origin, planned(self.problem, written), self.problem))
+            yield candidate(origin, planned(self.problem, written), self.problem)
+
+    def _offer_orders(self, orders: Orders, origin: str) -> None:
+        for entry in self._plans(orders, origin):
+            self._offer(entry)
 
     # The steps; each yields after a piece of work.
 
@@ -310,9 +307,7 @@ class _Search:
 
     def _from_patterns(self) -> Iterator[None]:
         """Each pattern squeezed in two ways, the best in all ways; first for few microbatches where there are many."""
-        if not self.network.is_chain:
-            return
-        found = patterns(self.network)
+        found = patterns(self.network) if self.network.is_chain else []
         if not found:
             return
         few = min(self.problem.num_microbatches, max(2 * self.network.num_positions, 24))
@@ -323,31 +318,27 @@ class _Search:
         kept: list[tuple[float, int, int]] = []  # value, pattern, way
         width = max(ANNEALED, int((share - self.spent) / cost / len(ways) / 2))
         fitting = max(ANNEALED, int((share - self.spent) / 2 / cost / 2))  # patterns of the first round, evenly spread
-        rounds = [(found, ways[:2]), (None, ways[2:])]
-        for index, (tried, some) in enumerate(rounds):
-            numbers = (
-                range(0, len(found), -(-len(found) // fitting))
-                if tried is not None
-                else list(dict.fromkeys(pattern for _, pattern, _ in sorted(kept)))[:width]
-            )
+
+        def squeeze(network: Network, pattern: int, way: int) -> float | None:
+            """The value of a pattern squeezed in one way; whole steps are kept as starts."""
+            result = squeezed(network, found[pattern].dates, ways[way], objective=self.objective)
+            self.spent += SQUEEZED * network.num_operations
+            if result is not None and network.num_microbatches == self.network.num_microbatches:
+                self._start(*result, "pattern")
+            return None if result is None else result[0]
+
+        for index, tried in enumerate((range(2), range(2, len(ways)))):
+            best = list(dict.fromkeys(pattern for _, pattern, _ in sorted(kept)))[:width]
             ends = share if index else (self.spent + share) / 2
-            for pattern in numbers:
-                for way, squeeze in enumerate(some, start=2 * index):
-                    result = squeezed(chain, found[pattern].dates, squeeze, objective=self.objective)
-                    self.spent += cost
-                    if result is not None:
-                        kept.append((result[0], pattern, way))
-                        if chain.num_microbatches == self.network.num_microbatches:
-                            self._start(result[0], result[1], "pattern")
+            for pattern in best if index else range(0, len(found), -(-len(found) // fitting)):
+                values = [(squeeze(chain, pattern, way), way) for way in tried]
+                kept += [(value, pattern, way) for value, way in values if value is not None]
                 yield
                 if self.spent >= ends and len(kept) >= ANNEALED:
                     break
-        if chain.num_microbatches != self.network.num_microbatches:
+        if few != self.problem.num_microbatches:
             for _, pattern, way in sorted(kept)[: 2 * ANNEALED]:
-                result = squeezed(self.network, found[pattern].dates, ways[way], objective=self.objective)
-                self.spent += SQUEEZED * self.operations
-                if result is not None:
-                    self._start(result[0], result[1], "pattern")
+                squeeze(self.network, pattern, way)
                 yield
         for _, orders, origin in self._best_starts(1):
             self._offer_orders(orders, origin)
@@ -358,9 +349,8 @@ class _Search:
         chain = self.network
         if not chain.is_chain or self.objective != "makespan" or chain.num_stages > 10 or not has_equal_costs(chain):
             return
-        assert self.best is not None
         states = int((self.budget - self.spent) / 2 / STATE)
-        result = shortest(chain, self.best.makespan, max_states=states)
+        result = shortest(chain, self.offered[0].makespan, max_states=states)
         self.spent += result.states * STATE
         self.proved = result.proved and not self.hides  # of orders without pairs
         if result.orders is not None:
@@ -374,7 +364,7 @@ class _Search:
         """The best few orders, improved; then the best of them once more, with the rest of the effort."""
         chosen = self._best_starts(ANNEALED)
         for index, start in enumerate([*chosen, None]):
-            left = int((self.budget - self.spent) / TIMED / self.operations)
+            left = int((self.budget - self.spent) / self.operations)
             tries = left // 2 if start is None else left // (2 * (ANNEALED - index))
             if tries < 1:
                 return
@@ -386,7 +376,7 @@ class _Search:
         before, duration = self.spent, sum(self.network.duration) / len(self.network.duration)
         annealing = Annealing(self.network, orders, self.objective, seed=seed)
         value, orders = annealing.run(tries, 0.1 * duration, partial(self._ends, clock))
-        self.spent = before + tries * TIMED * self.operations
+        self.spent = before + tries * self.operations
         origin = origin if origin.endswith("improved") else f"{origin}, improved"
         self._start(value, orders, origin)
         self._offer_orders(orders, origin)
@@ -412,14 +402,14 @@ class _Search:
                 yield
         best_start = self._best_starts(1)[0]
         self._offer_orders(*best_start[1:])
-        tries = int((self.total - self.spent) / TIMED / self.operations)
-        if tries > 0 and not self._is_done():
+        tries = int((self.total - self.spent) / self.operations)
+        if tries > 0 and not self.is_done():
             self._anneal(clock, best_start, tries, ANNEALED + 1)
             yield
 
     def _ends(self, clock: _Clock, best: float) -> bool:
         """Count one more timed move, and report progress each ``1 / TOLD`` of the effort; whether annealing ends."""
-        before, self.spent = self.spent, self.spent + TIMED * self.operations
+        before, self.spent = self.spent, self.spent + self.operations
         if int(self.spent * TOLD / self.total) > int(before * TOLD / self.total):
             clock.tell()
         return clock.stop() or best <= self.bound * (1 + 1e-9)

@@ -44,17 +44,14 @@ def balanced_slices(
             "tokens"
         )
     ends = [0]
+    linear = 1.0 - attention
     for number in range(1, num_slices):
-        wanted = round(_place_of(number / num_slices, attention) * tiles)
+        cost = number / num_slices
+        # The root of attention x**2 + linear x - cost, in a form that holds for attention 0.
+        place = 2.0 * cost / (linear + math.sqrt(linear * linear + 4.0 * attention * cost))
+        wanted = round(place * tiles)
         ends.append(min(max(wanted, ends[-1] + 1), tiles - (num_slices - number)))  # no slice is empty
     return tuple((end - start) * multiple_of for start, end in pairwise([*ends, tiles]))
-
-
-def _place_of(cost: float, attention: float) -> float:
-    """The place x up to which a sequence costs ``cost`` of the whole."""
-    linear = 1.0 - attention
-    # The root of attention x**2 + linear x - cost, in a form that holds for attention 0.
-    return 2.0 * cost / (linear + math.sqrt(linear * linear + 4.0 * attention * cost))
 
 
 @checked_arguments(CostsError)

@@ -46,7 +46,7 @@ class MovedClock:
 
     passed: float = 0.0
     ended: list[str] = field(factory=list)
-    _waits: dict[int, _TorchWait] = field(factory=dict)
+    _waits: list[_TorchWait] = field(factory=list)
     _transfers: weakref.WeakKeyDictionary[Any, tuple[Callable[..., Any], int]] = field(
         factory=weakref.WeakKeyDictionary
     )
@@ -57,7 +57,7 @@ class MovedClock:
         with self._lock:
             self.passed += seconds
             now = time.monotonic()
-            over = [wait for wait in self._waits.values() if not wait.over and now - wait.since > wait.bound]
+            over = [wait for wait in self._waits if not wait.over and now - wait.since > wait.bound]
             for wait in over:
                 wait.over = True
                 self.ended.append(
@@ -69,17 +69,6 @@ class MovedClock:
                 receive, peer = transfer
                 with contextlib.suppress(RuntimeError):  # what times out closes the connection
                     _wait(receive([torch.empty(1, dtype=torch.uint8)], peer, _NEVER_SENT), timedelta(milliseconds=1))
-
-    @contextmanager
-    def _noting(self, work: Any, bound: float) -> Iterator[_TorchWait]:
-        wait = _TorchWait(work, time.monotonic(), bound)
-        with self._lock:
-            self._waits[id(wait)] = wait
-        try:
-            yield wait
-        finally:
-            with self._lock:
-                del self._waits[id(wait)]
 
 
 _wait: Callable[..., Any] = WorkBase.wait
@@ -94,6 +83,7 @@ def moved_clock() -> Iterator[MovedClock]:
     waits without an expected end are under way. Sleeps and waits of Python's own threads take the time that they take.
     """
     clock = MovedClock()
+    waits, transfers, lock = clock._waits, clock._transfers, clock._lock  # noqa: SLF001
     replaced: list[tuple[Any, str, Any]] = []
 
     def replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
@@ -107,13 +97,18 @@ def moved_clock() -> Iterator[MovedClock]:
         def wait(work: Any, timeout: timedelta | None = None) -> Any:
             if timeout is None or timeout <= timedelta(0):  # which is none, too
                 return real(work)
-            with clock._noting(work, timeout.total_seconds()) as noted:  # noqa: SLF001
-                try:
-                    return real(work, timeout)
-                except RuntimeError as error:
-                    if noted.over:
-                        raise RuntimeError(f"Timed out waiting {timeout} on the moved clock") from error
-                    raise
+            own = _TorchWait(work, time.monotonic(), timeout.total_seconds())
+            with lock:
+                waits.append(own)
+            try:
+                return real(work, timeout)
+            except RuntimeError as error:
+                if own.over:
+                    raise RuntimeError(f"Timed out waiting {timeout} on the moved clock") from error
+                raise
+            finally:
+                with lock:
+                    waits.remove(own)
 
         return wait
 
@@ -121,7 +116,7 @@ def moved_clock() -> Iterator[MovedClock]:
         def transfer(group: Any, tensors: Any, peer: int, tag: int) -> Any:
             work = real(group, tensors, peer, tag)
             if work is not None:
-                clock._transfers[work] = partial(receive, group), peer  # noqa: SLF001
+                transfers[work] = partial(receive, group), peer
             return work
 
         return transfer

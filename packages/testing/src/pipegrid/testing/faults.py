@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from attrs import field, frozen
+from attrs import converters, field, frozen
 
 KINDS = ("kill", "stop", "delay", "raise")
 
@@ -22,10 +22,6 @@ class InjectedFault(RuntimeError):  # noqa: N818 (a fault of the test's own maki
             ...
         pipegrid.testing.faults.InjectedFault: rank 1 at 'backward'
     """
-
-
-def _text(point: object) -> str | None:
-    return None if point is None else str(point)
 
 
 @frozen
@@ -53,7 +49,7 @@ class Fault:
 
     kind: str
     rank: int = field(kw_only=True)
-    at: str | None = field(kw_only=True, default=None, converter=_text)
+    at: str | None = field(kw_only=True, default=None, converter=converters.optional(str))
     after: float | None = field(kw_only=True, default=None)
     seconds: float | None = field(kw_only=True, default=None)
     nth: int = field(kw_only=True, default=0)

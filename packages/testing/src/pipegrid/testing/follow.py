@@ -6,23 +6,22 @@ import selectors
 import shutil
 import signal
 import time
+from collections.abc import Callable
 from enum import Enum
 
 from attrs import define, evolve, field
 
 from pipegrid.testing.faults import Fault
 from pipegrid.testing.messages import (
-    AskStacks,
     Cleaned,
-    CleanUp,
     Exited,
     FaultFired,
     FaultPlanned,
     Finished,
     PositionReport,
     RunTest,
+    Sign,
     Stacks,
-    Started,
     Stopped,
 )
 from pipegrid.testing.pool import START_LIMIT, Pool, Worker
@@ -74,32 +73,20 @@ class RankRecord:
     @property
     def expected_end(self) -> bool:
         """The rank ended, or hangs, as its planned fault requires."""
-        if self.fault is None:
-            return False
-        if self.fault.kind == "kill":
-            return self.exit_code == -signal.SIGKILL
-        if self.fault.kind == "stop":
-            return self.state is ProcessState.STOPPED
-        return self.fault.kind == "raise" and self.finished is not None and self.finished.injected
+        match self.fault:
+            case Fault(kind="kill"):
+                return self.exit_code == -signal.SIGKILL
+            case Fault(kind="stop"):
+                return self.state is ProcessState.STOPPED
+            case Fault(kind="raise"):
+                return self.finished is not None and self.finished.injected
+        return False
 
     @property
     def failed(self) -> bool:
         """The rank ended, neither passed nor as its planned fault requires."""
-        if self.expected_end:
-            return False
-        if self.state is ProcessState.DEAD:
-            return True
-        return self.finished is not None and self.finished.outcome != "passed"
-
-
-@define(eq=False)
-class _Timed:
-    """A pending fault by time; ``resume`` ends a delay."""
-
-    at: float
-    record: RankRecord
-    fault: Fault
-    resume: bool = False
+        broken = self.finished is not None and self.finished.outcome != "passed"
+        return not self.expected_end and (broken or self.state is ProcessState.DEAD)
 
 
 @define(eq=False)
@@ -114,11 +101,6 @@ class RankedRun:
     timed_out: str | None = None
     unfired: list[Fault] = field(factory=list)
 
-    def first_failure(self) -> RankRecord | None:
-        """The failed rank whose end was seen first."""
-        failed = [record for record in self.records if record.failed]
-        return min(failed, key=lambda record: record.ended_at or 0.0, default=None)
-
 
 def run_test(pool: Pool, test: RunTest) -> RankedRun:
     """Run ``test`` on a worker for each rank and follow them to the end, a failure or the deadline.
@@ -130,13 +112,12 @@ def run_test(pool: Pool, test: RunTest) -> RankedRun:
         HostsError: the test needs two hosts, which this machine does not allow.
     """
     holders: list[Worker] = []
+    hosts = None
     if test.settings.hosts > 1:
         holder, hosts = pool.open_hosts(test.directory, test.settings.wire)
         holders.append(holder)
         test = evolve(test, server=(hosts.address, hosts.port))
-        workers = pool.take_on(hosts, test.settings.world_size)
-    else:
-        workers = pool.take(test.settings.world_size)
+    workers = pool.take(test.settings.world_size, hosts)
     run = RankedRun(test=test, records=[RankRecord(rank=rank, worker=worker) for rank, worker in enumerate(workers)])
     reusable: list[Worker] = []
     try:
@@ -163,7 +144,8 @@ class _Follower:
     pool: Pool
     run: RankedRun
     selector: selectors.BaseSelector
-    timed: list[_Timed] = field(factory=list)
+    # Pending faults by time: when, and whether that is the end of a delay.
+    timed: list[tuple[float, RankRecord, Fault, bool]] = field(factory=list)
 
     def to_the_end(self) -> None:
         """Follow the ranks until all have ended, or the deadline or the grace after a failure has passed."""
@@ -175,71 +157,57 @@ class _Follower:
                 run.began = time.monotonic()
                 limit = run.began + run.test.settings.deadline
                 why = f"the deadline of {run.test.settings.deadline:g} s passed"
-            first = run.first_failure()
-            if first is not None and first.ended_at is not None and first.ended_at + GRACE < limit:
-                limit = first.ended_at + GRACE
-                why = ""
+            failed = [record.ended_at for record in run.records if record.failed and record.ended_at is not None]
+            if failed and min(failed) + GRACE < limit:
+                limit, why = min(failed) + GRACE, ""
             now = time.monotonic()
             if now >= limit:
-                run.ended_at = now
-                run.timed_out = why or None
+                run.ended_at, run.timed_out = now, why or None
                 self._take_stacks()
                 break
             self._fire_timed(now)
-            self._step(min([limit, *(timed.at for timed in self.timed)]) - now)
+            self._step(min([limit, *(at for at, *_ in self.timed)]) - now)
         run.seconds = time.monotonic() - (run.began or time.monotonic())
-        run.unfired += [timed.fault for timed in self.timed if not timed.resume]
+        run.unfired += [fault for _, _, fault, resumes in self.timed if not resumes]
 
     def clean_up(self) -> list[Worker]:
         """Have every rank destroy its groups after a test that passed; the workers that left nothing behind."""
         records = self.run.records
-        if any(
-            record.fault is not None or record.finished is None or record.finished.outcome != "passed"
-            for record in records
-        ):
+        if any(one.fault is not None or one.finished is None or one.finished.outcome != "passed" for one in records):
             return []
         for record in records:
-            self.tell(record, CleanUp())
-        limit = time.monotonic() + _CLEAN_LIMIT
-        while any(record.cleaned is None and record.state is ProcessState.FINISHED for record in records):
-            now = time.monotonic()
-            if now >= limit:
-                break
-            self._step(limit - now)
+            self.tell(record, Sign.CLEAN_UP)
+        alive = ProcessState.FINISHED
+        self._wait(_CLEAN_LIMIT, lambda: any(one.cleaned is None and one.state is alive for one in records))
         return [record.worker for record in records if record.cleaned == ""]
 
     def _take_stacks(self) -> None:
         """Ask every open rank for its stacks; ask by a signal where the interpreter does not answer."""
         asked = [record for record in self.run.records if record.open and not record.suspended]
         for record in asked:
-            self.tell(record, AskStacks())
-        self._wait_for_stacks(asked, _STACKS_LIMIT)
+            self.tell(record, Sign.ASK_STACKS)
+        self._wait(_STACKS_LIMIT, lambda: any(record.stacks is None and record.open for record in asked))
         mute = [record for record in asked if record.stacks is None and record.open]
         for record in mute:
             self.pool.signal(record.worker, signal.SIGUSR1)
-        if mute:
-            self._wait_for_dumps(mute)
+        # No message marks the end of what a signal handler writes, only a pause.
+        limit = time.monotonic() + _SIGNAL_LIMIT
+        before: list[str] | None = None
+        while mute and time.monotonic() < limit:
+            dumps = [record.worker.dumped() for record in mute if record.open and record.stacks is None]
+            if dumps == before and all(dumps):
+                break
+            before = dumps
+            self._wait(_DUMP_PAUSE, lambda: True)
         for record in mute:
             said = record.stacks or record.worker.dumped()
             record.stacks = said or "no answer, neither from the interpreter nor from a signal handler"
 
-    def _wait_for_stacks(self, asked: list[RankRecord], seconds: float) -> None:
+    def _wait(self, seconds: float, missing: Callable[[], bool]) -> None:
+        """Take in news for at most ``seconds``, while something is ``missing``."""
         limit = time.monotonic() + seconds
-        while any(record.stacks is None and record.open for record in asked) and time.monotonic() < limit:
-            self._step(limit - time.monotonic())
-
-    def _wait_for_dumps(self, mute: list[RankRecord]) -> None:
-        """Wait until each rank has written its stacks; no message marks the end, only a pause in writing."""
-        limit = time.monotonic() + _SIGNAL_LIMIT
-        before: list[str] | None = None
-        while time.monotonic() < limit:
-            dumps = [record.worker.dumped() for record in mute if record.open and record.stacks is None]
-            if dumps == before and all(dumps):
-                return
-            before = dumps
-            pause = time.monotonic() + _DUMP_PAUSE
-            while time.monotonic() < pause:
-                self._step(pause - time.monotonic())
+        while missing() and (left := limit - time.monotonic()) > 0:
+            self._step(left)
 
     def _step(self, seconds: float) -> None:
         """Wait for news for at most ``seconds`` and take it in."""
@@ -271,11 +239,11 @@ class _Follower:
             match message:
                 case PositionReport():
                     record.position, record.position_at = message.text, time.monotonic()
-                case Started():
+                case Sign.STARTED:
                     record.state = ProcessState.RUNNING
                 case FaultPlanned():
                     at = time.monotonic() + (message.fault.after or 0.0)
-                    self.timed.append(_Timed(at, record, message.fault))
+                    self.timed.append((at, record, message.fault, False))
                 case FaultFired():
                     record.fault = message.fault
                 case Finished():
@@ -292,16 +260,15 @@ class _Follower:
             self._hear(record)
 
     def _fire_timed(self, now: float) -> None:
-        for timed in [timed for timed in self.timed if timed.at <= now]:
-            self.timed.remove(timed)
-            if timed.resume:
-                self.pool.signal(timed.record.worker, signal.SIGCONT)
-                continue
-            record, fault = timed.record, timed.fault
-            if not record.open:
+        due = [timed for timed in self.timed if timed[0] <= now]
+        self.timed = [timed for timed in self.timed if timed[0] > now]
+        for _, record, fault, resumes in due:
+            if resumes:
+                self.pool.signal(record.worker, signal.SIGCONT)
+            elif not record.open:
                 self.run.unfired.append(fault)
-                continue
-            record.fault = fault
-            self.pool.signal(record.worker, signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP)
-            if fault.seconds is not None:
-                self.timed.append(_Timed(now + fault.seconds, record, fault, resume=True))
+            else:
+                record.fault = fault
+                self.pool.signal(record.worker, signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP)
+                if fault.seconds is not None:
+                    self.timed.append((now + fault.seconds, record, fault, True))

@@ -48,11 +48,7 @@ def set_wire(folder: Path, wire: Wire, after: float = 0.0) -> None:
 
 
 def join(process: int) -> None:
-    """Move this process, which has one thread, to the host that ``process`` holds.
-
-    Raises:
-        OSError: the system does not allow it.
-    """
+    """Move this process, which has one thread, to the host that ``process`` holds; `OSError` where it may not."""
     descriptor = os.pidfd_open(process)
     try:
         _check(_libc().setns(descriptor, _NEWUSER | _HOST), f"setns to process {process}")
@@ -65,10 +61,7 @@ def join(process: int) -> None:
 def serve_hosts(channel: Channel, folder: Path, wire: Wire) -> None:
     """Make two hosts, answer `HostsOpen` or `HostsRefused`, and carry packets until killed.
 
-    Args:
-        channel: for the answer.
-        folder: by which `set_wire` finds them.
-        wire: as it is at first.
+    ``folder``: by which `set_wire` finds them. ``wire``: as it is at first.
     """
     try:
         ends, second = _open_hosts(folder)

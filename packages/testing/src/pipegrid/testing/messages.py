@@ -1,7 +1,7 @@
 """Messages between the pytest process, its template and its workers.
 
-Every message is a frozen attrs class of plain data, pickled behind its length on a socket pair. No object of a test
-ever travels: a worker collects the test by itself, so parametrized values and fixtures need not be picklable.
+Every message is a `Sign`, or a frozen attrs class of plain data, pickled behind its length on a socket pair. No object
+of a test ever travels: a worker collects the test by itself, so parametrized values and fixtures need not be picklable.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import pickle
 import socket
 import struct
 import threading
+from enum import Enum
 
 from attrs import field, frozen
 
@@ -20,12 +21,18 @@ _HEADER = struct.Struct("!I")
 _READ = 1 << 16
 
 
-# To the template.
+class Sign(Enum):
+    """Messages without data."""
+
+    READY = "from the template: torch and pytest are imported; forks are cheap from here on"
+    ASK_STACKS = "to a worker: a request for the stacks of every thread"
+    STARTED = "from a worker: the test is collected; the world is made next"
+    CLEAN_UP = "to a worker: every rank has ended the test; destroy what it left"
 
 
 @frozen
 class Fork:
-    """Fork a worker; its socket, its output file and its stacks file travel beside the message as file descriptors.
+    """To the template: fork a worker. Its socket, output file and stacks file travel beside it as file descriptors.
 
     ``host`` is the process that holds the host of the worker, None for this machine itself. With ``hosts``, what is
     forked is no worker, but two hosts (`OpenHosts`).
@@ -37,30 +44,22 @@ class Fork:
 
 @frozen
 class SendSignal:
-    """Send ``signal`` to the process group of worker ``pid``, if it still lives."""
+    """To the template: send ``signal`` to the process group of worker ``pid``, if it still lives."""
 
     pid: int
     signal: int
 
 
-# From the template.
-
-
-@frozen
-class Ready:
-    """Torch and pytest are imported; forks are cheap from here on."""
-
-
 @frozen
 class Forked:
-    """The answer to `Fork`."""
+    """From the template: the answer to `Fork`."""
 
     pid: int
 
 
 @frozen
 class Exited:
-    """Worker ``pid`` ended: ``code`` as in `os.waitstatus_to_exitcode`, negative for a signal."""
+    """From the template: worker ``pid`` ended, ``code`` as in `os.waitstatus_to_exitcode`, negative for a signal."""
 
     pid: int
     code: int
@@ -68,28 +67,22 @@ class Exited:
 
 @frozen
 class Stopped:
-    """Worker ``pid`` was stopped by a signal."""
+    """From the template: worker ``pid`` was stopped by a signal."""
 
     pid: int
 
 
-# To the process that holds two hosts.
-
-
 @frozen
 class OpenHosts:
-    """Open them, with ``wire`` between them; `pipegrid.testing.hosts.set_wire` finds them by ``folder``."""
+    """To the process of two hosts: open them, with ``wire`` between them; `hosts.set_wire` finds them by ``folder``."""
 
     folder: str
     wire: Wire
 
 
-# From it.
-
-
 @frozen
 class HostsOpen:
-    """The ``processes`` that hold host a and host b; the address and the port of a store on host a."""
+    """From it: the ``processes`` that hold host a and host b; the address and the port of a store on host a."""
 
     processes: tuple[int, int]
     address: str
@@ -98,17 +91,14 @@ class HostsOpen:
 
 @frozen
 class HostsRefused:
-    """The reason why this machine allows no two hosts."""
+    """From it: the reason why this machine allows no two hosts."""
 
     text: str
 
 
-# To a worker.
-
-
 @frozen
 class Hello:
-    """The pytest configuration of the process that started the worker."""
+    """To a worker: the pytest configuration of the process that started it."""
 
     options: dict[str, object]
     args: tuple[str, ...]
@@ -131,7 +121,7 @@ class Settings:
 
 @frozen
 class RunTest:
-    """Run one test as one rank: ``name`` in the file ``path``.
+    """To a worker: run one test as one rank, ``name`` in the file ``path``.
 
     ``directory`` is shared by the ranks of this test and removed after it; ``largest_world`` is the most ranks that any
     test of the session has; ``server`` is the address and the port of the store of two hosts.
@@ -147,40 +137,22 @@ class RunTest:
 
 
 @frozen
-class AskStacks:
-    """Request for the stacks of every thread."""
-
-
-@frozen
-class CleanUp:
-    """Every rank has ended the test: destroy what it left."""
-
-
-# From a worker.
-
-
-@frozen
-class Started:
-    """The test is collected; the world is made next."""
-
-
-@frozen
 class PositionReport:
-    """The rank's position, as reported by the code under test."""
+    """From a worker: the rank's position, as reported by the code under test."""
 
     text: str
 
 
 @frozen
 class FaultPlanned:
-    """A fault by time, planned by the test's body; the pytest process carries it out."""
+    """From a worker: a fault by time, planned by the test's body; the pytest process carries it out."""
 
     fault: Fault
 
 
 @frozen
 class FaultFired:
-    """A planned fault happens right after this message."""
+    """From a worker: a planned fault happens right after this message."""
 
     fault: Fault
 
@@ -197,7 +169,7 @@ class Warned:
 
 @frozen
 class Finished:
-    """The end of the test on one rank.
+    """From a worker: the end of the test.
 
     ``outcome`` is ``passed``, ``failed``, ``skipped`` or ``xfailed``; ``text`` the tracebacks or the reason;
     ``summary`` the first failure in a line; ``injected`` whether every failure is an injected fault or was raised from
@@ -215,14 +187,14 @@ class Finished:
 
 @frozen
 class Cleaned:
-    """The answer to `CleanUp`; ``left`` names what was left behind, and is empty where nothing was."""
+    """From a worker: the answer to ``CLEAN_UP``; ``left`` names what was left behind, empty where nothing was."""
 
     left: str
 
 
 @frozen
 class Stacks:
-    """The answer to `AskStacks`."""
+    """From a worker: the answer to ``ASK_STACKS``."""
 
     text: str
 
@@ -243,7 +215,7 @@ class Channel:
     def receive(self) -> object:
         """Wait for one message. `EOFError` once the other end is gone."""
         while (message := self._take()) is None:
-            self._buffer.extend(self._read(0))
+            self._read(0)
         return message
 
     def feed(self, data: bytes) -> list[object]:
@@ -256,24 +228,22 @@ class Channel:
         gone = False
         try:
             while True:
-                self._buffer.extend(self._read(socket.MSG_DONTWAIT))
+                self._read(socket.MSG_DONTWAIT)
         except BlockingIOError:
             pass
         except (EOFError, ConnectionError):
             gone = True
         return list(iter(self._take, None)), gone
 
-    def _read(self, flags: int) -> bytes:
-        data = self.socket.recv(_READ, flags)
-        if not data:
+    def _read(self, flags: int) -> None:
+        if not (data := self.socket.recv(_READ, flags)):
             raise EOFError("the other end of the channel is gone")
-        return data
+        self._buffer.extend(data)
 
     def _take(self) -> object | None:
         if len(self._buffer) < _HEADER.size:
             return None
-        (length,) = _HEADER.unpack_from(self._buffer)
-        end = _HEADER.size + length
+        end = _HEADER.size + _HEADER.unpack_from(self._buffer)[0]
         if len(self._buffer) < end:
             return None
         message: object = pickle.loads(bytes(self._buffer[_HEADER.size : end]))  # noqa: S301 (our own processes)

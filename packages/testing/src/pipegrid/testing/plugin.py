@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import pytest
 
@@ -21,12 +21,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("ranks", "tests on several ranks (pipegrid-testing)")
     group.addoption("--backend", choices=BACKENDS, help="process group backend of tests on ranks (default gloo)")
     group.addoption("--deadline", type=float, metavar="SECONDS", help="seconds that a test on ranks has (default 60)")
-    group.addoption(
-        "--strict-sends",
-        action="store_true",
-        default=None,
-        help="tests that read `ranks.strict_sends` wait for each batch of sends before the next action",
-    )
+    strict = "tests that read `ranks.strict_sends` wait for each batch of sends before the next action"
+    group.addoption("--strict-sends", action="store_true", default=None, help=strict)
     group.addoption(
         "--fake-nccl",
         choices=FAKE_NCCL,
@@ -81,9 +77,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Start the template early if any test runs on ranks."""
-    if session.config.option.collectonly:
-        return
-    if any(isinstance(item, RankedFunction) for item in session.items):
+    if not session.config.option.collectonly and any(isinstance(item, RankedFunction) for item in session.items):
         pool_of(session.config).start()
 
 
@@ -109,5 +103,4 @@ def ranks(request: pytest.FixtureRequest) -> Ranks:
     session = request.config.pluginmanager.get_plugin(_WORKER)
     if session is None:
         raise pytest.UsageError("the `ranks` fixture exists on ranks only: mark the test with @pytest.mark.ranks(n)")
-    here: Ranks = session.ranks
-    return here
+    return cast("Ranks", session.ranks)

@@ -30,8 +30,8 @@ from pipegrid.testing.messages import (
     HostsOpen,
     HostsRefused,
     OpenHosts,
-    Ready,
     SendSignal,
+    Sign,
     Stopped,
     frame,
 )
@@ -106,12 +106,9 @@ class Pool:
     """Workers of one pytest session. `take` hands out, `give_back` and `discard` take back."""
 
     def __init__(self, hello: Hello, *, passthrough: bool, preload: Sequence[str] = ()) -> None:
-        self._hello = hello
-        self._preload = preload
-        self._passthrough = passthrough
+        self._hello, self._preload, self._passthrough = hello, preload, passthrough
         self._idle: list[Worker] = []
-        self._tests = 0
-        self._workers = 0
+        self._tests = self._workers = 0
         self._template: _Template | None = None
         self._unread: list[object] = []
         # Process groups of workers that are not known to have ended: the kernel ends the workers of a template that is
@@ -166,10 +163,15 @@ class Pool:
         (path / "shared").mkdir(parents=True)
         return path
 
-    def take(self, count: int) -> list[Worker]:
-        """``count`` idle workers, forked where there are too few."""
+    def take(self, count: int, hosts: HostsOpen | None = None) -> list[Worker]:
+        """``count`` idle workers, forked where there are too few; on two ``hosts``, half on each, for one test."""
+        if hosts is not None:
+            return [self._start_worker(Fork(host=hosts.processes[2 * place // count])) for place in range(count)]
         self.start()
-        self._idle = [worker for worker in self._idle if self._answers(worker)]
+        # An idle worker sends nothing; a readable socket is one that ended.
+        ended = [worker for worker in self._idle if worker.channel.ready()[1]]
+        self.discard(ended)
+        self._idle = [worker for worker in self._idle if worker not in ended]
         while len(self._idle) < count:
             self._idle.append(self._start_worker(Fork()))
         taken, self._idle = self._idle[:count], self._idle[count:]
@@ -194,10 +196,6 @@ class Pool:
         if isinstance(answer, HostsRefused):
             raise HostsError(answer.text)
         raise PoolError(f"the process that holds two hosts ended; it printed:\n{printed}")
-
-    def take_on(self, hosts: HostsOpen, count: int) -> list[Worker]:
-        """``count`` workers that live on two hosts, the first half on host a: for one test."""
-        return [self._start_worker(Fork(host=hosts.processes[2 * place // count])) for place in range(count)]
 
     def give_back(self, workers: list[Worker]) -> None:
         """Take ``workers``, whose test is over and cleaned up, for the next test."""
@@ -242,8 +240,7 @@ class Pool:
                 process.wait(_CLOSE_LIMIT)
             except subprocess.TimeoutExpired:
                 process.kill()
-                process.wait()
-            if process.returncode != 0:  # else it has ended them itself
+            if process.wait() != 0:  # else it has ended them itself
                 for group in self._groups:
                     with contextlib.suppress(ProcessLookupError, PermissionError):
                         os.killpg(group, signal.SIGKILL)
@@ -251,13 +248,6 @@ class Pool:
             shutil.rmtree(template.directory, ignore_errors=True)
         self._unread.clear()
         self._groups.clear()
-
-    def _answers(self, worker: Worker) -> bool:
-        # An idle worker sends nothing; a readable socket is one that ended.
-        _, gone = worker.channel.ready()
-        if gone:
-            self.discard([worker])
-        return not gone
 
     def _start_worker(self, request: Fork) -> Worker:
         worker = self._fork(request)
@@ -284,7 +274,7 @@ class Pool:
         self.start()
         template = self._started
         if not template.ready:
-            self._receive(Ready, template)
+            self._receive(Sign, template)  # that it is ready
             template.ready = True
         return template
 
@@ -292,10 +282,9 @@ class Pool:
         """The next message of ``kind`` from the template; other messages are kept for `news`."""
         until = time.monotonic() + START_LIMIT
         while True:
-            for message in self._unread:
-                if isinstance(message, kind):
-                    self._unread.remove(message)
-                    return message
+            if (found := next((one for one in self._unread if isinstance(one, kind)), None)) is not None:
+                self._unread.remove(found)
+                return found
             with selectors.DefaultSelector() as selector:
                 selector.register(template.channel.socket, selectors.EVENT_READ)
                 if not selector.select(until - time.monotonic()):

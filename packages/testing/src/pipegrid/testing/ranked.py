@@ -39,9 +39,7 @@ class RankedFunction(pytest.Function):
             keywords=item.keywords,
             originalname=item.originalname,
         )
-        ranked.own_markers = item.own_markers
-        ranked.stash = item.stash
-        ranked.user_properties = item.user_properties
+        ranked.own_markers, ranked.stash, ranked.user_properties = item.own_markers, item.stash, item.user_properties
         return ranked
 
     def setup(self) -> None:
@@ -56,15 +54,16 @@ class RankedFunction(pytest.Function):
             rank=0,
             settings=settings_of(self),
             directory=str(pool.directory()),
-            largest_world=_largest_world(self.session),
+            largest_world=max(
+                settings_of(item).world_size for item in self.session.items if isinstance(item, RankedFunction)
+            ),
         )
         try:
             run = run_test(pool, test)
         except HostsError as error:
             pytest.skip(str(error))
         self._take_over(run)
-        text = failure_text(run)
-        if text is not None:
+        if (text := failure_text(run)) is not None:
             pytest.fail(text, pytrace=False)
         _verdict(run)
 
@@ -81,13 +80,12 @@ class RankedFunction(pytest.Function):
             if record.rank == 0:
                 self.user_properties.extend(record.finished.properties)
             for warned in record.finished.warnings:
-                if warned not in seen:
+                if warned not in seen:  # the filters were applied on the rank
                     seen.add(warned)
-                    _show(self, warned)
-
-
-def _largest_world(session: pytest.Session) -> int:
-    return max(settings_of(item).world_size for item in session.items if isinstance(item, RankedFunction))
+                    category = getattr(sys.modules.get(warned.category[0]), warned.category[1], UserWarning)
+                    message = warnings.WarningMessage(warned.message, category, warned.filename, warned.lineno)
+                    told = {"warning_message": message, "nodeid": self.nodeid, "when": "runtest", "location": None}
+                    self.config.hook.pytest_warning_recorded.call_historic(kwargs=told)
 
 
 def _stand_in(test: Callable[..., object]) -> Callable[[], None]:
@@ -104,10 +102,11 @@ def pool_of(config: pytest.Config) -> Pool:
     """The session's pool, made when first asked for."""
     pool = config.stash.get(_POOL, None)
     if pool is None:
-        # With pytest -s the ranks write where pytest writes.
-        config.stash[_POOL] = pool = Pool(
-            _hello(config), passthrough=config.getoption("capture") == "no", preload=config.getini("ranks_preload")
-        )
+        # Options that are plain data; a plugin's richer ones are its own process's business.
+        plain = {name: value for name, value in vars(config.option).items() if is_plain(value)}
+        hello = Hello(plain, tuple(config.args), str(config.invocation_params.dir), tuple(sys.path))
+        passthrough = config.getoption("capture") == "no"  # with pytest -s the ranks write where pytest writes
+        config.stash[_POOL] = pool = Pool(hello, passthrough=passthrough, preload=config.getini("ranks_preload"))
     return pool
 
 
@@ -119,59 +118,34 @@ def close_pool(config: pytest.Config) -> None:
         pool.close()
 
 
-def _hello(config: pytest.Config) -> Hello:
-    """The options that are plain data; a plugin's richer ones are its own process's business."""
-    plain = {name: value for name, value in vars(config.option).items() if is_plain(value)}
-    return Hello(
-        options=plain,
-        args=tuple(config.args),
-        directory=str(config.invocation_params.dir),
-        path=tuple(sys.path),
-    )
-
-
 def _verdict(run: RankedRun) -> None:
     """Skip or xfail if the ranks did."""
     ended = [
-        (record.rank, record.finished.outcome, record.finished.text)
+        (record.finished.outcome, record.rank, record.finished.text)
         for record in run.records
         if record.finished is not None and not record.expected_end
     ]
-    xfailed = [text for _, outcome, text in ended if outcome == "xfailed"]
-    if xfailed:
-        pytest.xfail(xfailed[0])
-    skipped = [(rank, text) for rank, outcome, text in ended if outcome == "skipped"]
+    for outcome, _, reason in ended:
+        if outcome == "xfailed":
+            pytest.xfail(reason)
+    skipped = [(rank, reason) for outcome, rank, reason in ended if outcome == "skipped"]
     if not skipped:
         return
     rank, reason = skipped[0]
     if len(skipped) < len(run.records):
-        pytest.fail(
-            f"rank {rank} skipped the test ('{reason}') and others did not: skip on every rank or on none",
-            pytrace=False,
-        )
+        text = f"rank {rank} skipped the test ('{reason}') and others did not: skip on every rank or on none"
+        pytest.fail(text, pytrace=False)
     pytest.skip(reason)
-
-
-def _show(item: pytest.Item, warned: Warned) -> None:
-    """Report a rank's warning in this session's summary. The filters were applied on the rank."""
-    module, name = warned.category
-    category = getattr(sys.modules.get(module), name, UserWarning)
-    message = warnings.WarningMessage(warned.message, category, warned.filename, warned.lineno)
-    item.config.hook.pytest_warning_recorded.call_historic(
-        kwargs={"warning_message": message, "nodeid": item.nodeid, "when": "runtest", "location": None}
-    )
 
 
 def failure_text(run: RankedRun) -> str | None:
     """Report of a failed test, rank by rank, the first failure first; ``None`` if the test did not fail."""
-    given_up = ("skipped", "xfailed")
-    broken = [record for record in run.records if record.failed and _outcome(record) not in given_up]
+    gave_up = [one for one in run.records if one.finished and one.finished.outcome in ("skipped", "xfailed")]
+    broken = [record for record in run.records if record.failed and record not in gave_up]
     never = [
         f"planned fault '{fault.kind}' after {fault.after} s never happened: the test took {run.seconds:.2f} s"
-        for fault in run.unfired
+        for fault in (run.unfired if not gave_up else ())  # only a test that passed can have missed a fault
     ]
-    if any(_outcome(record) in given_up for record in run.records):
-        never = []  # only a test that passed can have missed a fault
     if not broken and not never and run.timed_out is None:
         return None
     lines = [_headline(run, broken, never)]
@@ -189,7 +163,8 @@ def _headline(run: RankedRun, broken: list[RankRecord], never: list[str]) -> str
     if broken:
         first = min(broken, key=lambda record: record.ended_at or 0.0)
         how = "died" if first.state is ProcessState.DEAD else "failed"
-        return f"{world}: rank {first.rank} {how}{' first' if len(broken) > 1 else ''}: {_summary(first)}"
+        what = exit_text(first.exit_code) if first.finished is None else first.finished.summary
+        return f"{world}: rank {first.rank} {how}{' first' if len(broken) > 1 else ''}: {what}"
     return f"{world}: " + "; ".join(never)
 
 
@@ -222,14 +197,4 @@ def _state(run: RankedRun, record: RankRecord) -> str:
 
 def exit_text(code: int | None) -> str:
     """An exit code as text: a status, or the name of a signal."""
-    if code is None or code >= 0:
-        return f"exit status {code}"
-    return f"by signal {signal.Signals(-code).name}"
-
-
-def _summary(record: RankRecord) -> str:
-    return exit_text(record.exit_code) if record.finished is None else record.finished.summary
-
-
-def _outcome(record: RankRecord) -> str | None:
-    return None if record.finished is None else record.finished.outcome
+    return f"exit status {code}" if code is None or code >= 0 else f"by signal {signal.Signals(-code).name}"

@@ -99,7 +99,13 @@ class Ranks:
         for fault in list(self._faults):
             if (fault.at == text and fault.nth == nth) or (fault.after is not None and elapsed >= fault.after):
                 self._faults.remove(fault)
-                self._carry_out(fault, text)
+                self._channel.send(FaultFired(fault))
+                if fault.kind in ("kill", "stop"):
+                    os.kill(os.getpid(), signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP)
+                elif fault.seconds is not None:
+                    time.sleep(fault.seconds)
+                else:
+                    raise InjectedFault(f"injected fault: {fault}, raised at {text!r}")
 
     def plan_fault(self, fault: Fault) -> None:
         """Plan ``fault`` from inside the test. Every rank may call it alike; the fault's own rank acts on it."""
@@ -124,14 +130,3 @@ class Ranks:
     def pending_faults(self) -> tuple[Fault, ...]:
         """The faults of this rank that have not happened yet, those by time that the pytest process holds excepted."""
         return tuple(self._faults)
-
-    def _carry_out(self, fault: Fault, point: str) -> None:
-        self._channel.send(FaultFired(fault))
-        if fault.kind == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        elif fault.kind == "stop":
-            os.kill(os.getpid(), signal.SIGSTOP)
-        elif fault.seconds is not None:
-            time.sleep(fault.seconds)
-        else:
-            raise InjectedFault(f"injected fault: {fault}, raised at {point!r}")

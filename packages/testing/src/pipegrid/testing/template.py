@@ -19,12 +19,11 @@ import shutil
 import signal
 import socket
 import sys
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 
 from pipegrid.testing.hosts import join, serve_hosts
-from pipegrid.testing.messages import Channel, Exited, Fork, Forked, OpenHosts, Ready, SendSignal, Stopped
+from pipegrid.testing.messages import Channel, Exited, Fork, Forked, OpenHosts, SendSignal, Sign, Stopped
 
 _PR_SET_PDEATHSIG = 1
 
@@ -55,7 +54,11 @@ def main(control: int, parent: int, directory: str, preload: list[str]) -> None:
     finally:
         signal.set_wakeup_fd(-1)  # the ends of the children killed below are not waited for here
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        _kill(children)
+        for pid in children:
+            _signal_group(pid, signal.SIGKILL)
+        for pid in children:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, 0)
         shutil.rmtree(directory, ignore_errors=True)
 
 
@@ -83,7 +86,7 @@ def _serve(channel: Channel, children: set[int], work: Callable[[Channel, int], 
     signal.set_wakeup_fd(wake_write.fileno(), warn_on_full_buffer=False)
     for number in (signal.SIGCHLD, signal.SIGTERM):
         signal.signal(number, lambda *_: None)
-    channel.send(Ready())
+    channel.send(Sign.READY)
     template = os.getpid()
     descriptors: list[int] = []
     while True:
@@ -106,62 +109,48 @@ def _serve(channel: Channel, children: set[int], work: Callable[[Channel, int], 
                 if isinstance(request, SendSignal) and request.pid in children:
                     _signal_group(request.pid, request.signal)
                 elif isinstance(request, Fork):
-                    sockets = (wake_read, wake_write, channel.socket)
-                    pid = _fork_worker(template, sockets, descriptors, partial(_run, request, work))
+                    pid = os.fork()
+                    if pid == 0:
+                        signal.set_wakeup_fd(-1)
+                        for end in (wake_read, wake_write, channel.socket):
+                            end.close()
+                        _become_worker(template, descriptors, request, work)
+                    _own_group(pid)
+                    while descriptors:
+                        os.close(descriptors.pop())
                     children.add(pid)
                     channel.send(Forked(pid=pid))
 
 
-def _run(request: Fork, work: Callable[[Channel, int], None], channel: Channel, stacks: int) -> None:
-    """Run a fork: serve two hosts if the request is for them; else do the work, on the host that it names."""
-    if request.hosts:
-        order = channel.receive()
-        if isinstance(order, OpenHosts):
-            serve_hosts(channel, Path(order.folder), order.wire)
-        return
-    if request.host is not None:
-        join(request.host)
-    work(channel, stacks)
-
-
-def _fork_worker(
-    template: int,
-    sockets: Sequence[socket.socket],
-    descriptors: list[int],
-    work: Callable[[Channel, int], None],
-) -> int:
-    """Fork a worker, which gets ``descriptors`` and none of the template's ``sockets``; returns its process id."""
-    pid = os.fork()
-    if pid == 0:
-        signal.set_wakeup_fd(-1)
-        for end in sockets:
-            end.close()
-        _become_worker(template, descriptors, work)
-    _own_group(pid)
-    while descriptors:
-        os.close(descriptors.pop())
-    return pid
-
-
-def _become_worker(template: int, descriptors: list[int], work: Callable[[Channel, int], None]) -> None:
-    """Set up the child, with its own process group and output file, then serve tests until the end."""
+def _become_worker(template: int, descriptors: list[int], request: Fork, work: Callable[[Channel, int], None]) -> None:
+    """Set up the child, with its own process group and output file, then serve tests, or two hosts, until the end."""
     code = 1
     try:
         _own_group(0)
         if not end_with_parent(template, signal.SIGKILL):
             os._exit(code)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for number in (signal.SIGCHLD, signal.SIGTERM):
+            signal.signal(number, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         link, output, stacks = descriptors
         null = os.open(os.devnull, os.O_RDONLY)
-        os.dup2(null, 0)
-        os.dup2(output, 1)
-        os.dup2(output, 2)
+        for source, target in ((null, 0), (output, 1), (output, 2)):
+            os.dup2(source, target)
         os.close(null)
         os.close(output)
-        _write_whole_lines()
-        work(Channel(socket.socket(fileno=link)), stacks)
+        # Each line leaves in one write, and at once. Under -s all ranks write to pytest's own output: where
+        # PYTHONUNBUFFERED is set, Python writes a line in pieces, which mix; elsewhere a crash takes held text along.
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(line_buffering=True, write_through=False)
+        channel = Channel(socket.socket(fileno=link))
+        if request.hosts:
+            if isinstance(order := channel.receive(), OpenHosts):
+                serve_hosts(channel, Path(order.folder), order.wire)
+        else:
+            if request.host is not None:
+                join(request.host)
+            work(channel, stacks)
         code = 0
     except BaseException:  # noqa: BLE001 (a fork must never return into the template's loop)
         sys.excepthook(*sys.exc_info())
@@ -172,17 +161,6 @@ def _become_worker(template: int, descriptors: list[int], work: Callable[[Channe
         os._exit(code)
 
 
-def _write_whole_lines() -> None:
-    """Have each line leave in one write, and at once.
-
-    Under ``-s`` all ranks write to pytest's own output. Python writes a line in pieces where PYTHONUNBUFFERED is set,
-    and the pieces of several ranks mix; where it is not, it holds text back, and a rank that crashes takes it along.
-    """
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(line_buffering=True, write_through=False)
-
-
 def _own_group(pid: int) -> None:
     # Called on both sides of the fork, so that the group exists whichever side runs first.
     with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -190,7 +168,6 @@ def _own_group(pid: int) -> None:
 
 
 def _reap(pid: int, channel: Channel, children: set[int]) -> None:
-    """Report ``pid`` if it ended or was stopped."""
     found, status = os.waitpid(pid, os.WNOHANG | os.WUNTRACED)
     if not found:
         return
@@ -205,11 +182,3 @@ def _reap(pid: int, channel: Channel, children: set[int]) -> None:
 def _signal_group(pid: int, number: int) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, number)
-
-
-def _kill(children: set[int]) -> None:
-    for pid in children:
-        _signal_group(pid, signal.SIGKILL)
-    for pid in children:
-        with contextlib.suppress(ChildProcessError):
-            os.waitpid(pid, 0)

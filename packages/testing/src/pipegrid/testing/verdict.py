@@ -10,28 +10,17 @@ from pathlib import Path
 import _pytest
 import pluggy
 import pytest
-from attrs import frozen
 
-from pipegrid.testing import messages
-from pipegrid.testing.faults import Fault, InjectedFault
+from pipegrid.testing.faults import InjectedFault
 from pipegrid.testing.messages import Finished, Warned, is_plain
-
-
-@frozen
-class _PhaseFailure:
-    """One failure of the test on this rank. ``when`` is the phase: setup, call, teardown, or the world around them."""
-
-    when: str
-    text: str
-    summary: str
-    injected: bool = False
+from pipegrid.testing.ranks import Ranks
 
 
 class RankTest:
     """The test on this rank so far: failures, warnings, captured output."""
 
     def __init__(self) -> None:
-        self.failures: list[_PhaseFailure] = []
+        self.failures: list[tuple[str, str, bool]] = []  # text, summary, whether it was injected
         self.warnings: list[Warned] = []
         self._sections: dict[str, str] = {}
         self._properties: tuple[tuple[str, object], ...] = ()
@@ -48,9 +37,7 @@ class RankTest:
         if error is None:
             return  # the pytest process decides on an xpass, once all ranks have ended
         if report.failed:
-            self.failures.append(
-                _PhaseFailure(report.when or "", report.longreprtext, _summary(error), injected=_is_injected(error))
-            )
+            self._fail(report.when or "", report.longreprtext, _summary(error), injected=_is_injected(error))
         elif hasattr(report, "wasxfail"):
             self._xfailed = report.wasxfail.removeprefix("reason: ")
         elif report.skipped:
@@ -61,42 +48,35 @@ class RankTest:
         """Note an exception from outside the test's phases."""
         formatted = traceback.TracebackException.from_exception(error)
         formatted.stack = of_the_test(formatted.stack)
-        self.failures.append(_PhaseFailure("world", "".join(formatted.format()), _summary(error)))
+        self._fail("world", "".join(formatted.format()), _summary(error))
 
-    def check_faults(self, pending: tuple[Fault, ...]) -> None:
-        """Fail a test that passed although faults planned for it never happened."""
+    def check(self, ranks: Ranks) -> None:
+        """Fail a test that passed without a fault planned for it, and one that broke rules of the fake NCCL."""
+        pending = ranks.pending_faults()
         if pending and not self.failures and self._skipped is None and self._xfailed is None:
-            names = "; ".join(map(str, pending))
-            text = f"FaultError: planned, but the test ended without reaching it: {names}"
-            self.failures.append(_PhaseFailure("faults", text, text))
-
-    def check_rules(self, violations: list[str]) -> None:
-        """Fail a test that broke rules of the fake NCCL."""
-        if violations:
+            text = f"FaultError: planned, but the test ended without reaching it: {'; '.join(map(str, pending))}"
+            self._fail("faults", text, text)
+        if ranks.fake_device is not None and (violations := ranks.fake_device.violations):
             text = "the fake NCCL saw:\n" + "\n".join(f"- {violation}" for violation in violations)
-            self.failures.append(_PhaseFailure("fake_nccl", text, f"fake NCCL: {violations[0]}"))
+            self._fail("fake_nccl", text, f"fake NCCL: {violations[0]}")
+
+    def _fail(self, when: str, text: str, summary: str, *, injected: bool = False) -> None:
+        """Note a failure; ``when`` is the phase (setup, call, teardown), or what is around them."""
+        self.failures.append((text if when == "call" else f"in {when}:\n{text}", summary, injected))
 
     def finished(self) -> Finished:
         """The test's end on this rank."""
-        text = summary = ""
         if self.failures:
-            outcome = "failed"
-            summary = self.failures[0].summary
-            text = "\n".join(
-                failure.text if failure.when == "call" else f"in {failure.when}:\n{failure.text}"
-                for failure in self.failures
-            )
+            outcome, text = "failed", "\n".join(text for text, _, _ in self.failures)
         elif self._xfailed is not None:
             outcome, text = "xfailed", self._xfailed
-        elif self._skipped is not None:
-            outcome, text = "skipped", self._skipped
         else:
-            outcome = "passed"
+            outcome, text = ("passed", "") if self._skipped is None else ("skipped", self._skipped)
         return Finished(
             outcome=outcome,
             text=text,
-            summary=summary,
-            injected=bool(self.failures) and all(failure.injected for failure in self.failures),
+            summary=self.failures[0][1] if self.failures else "",
+            injected=bool(self.failures) and all(injected for _, _, injected in self.failures),
             sections=tuple(self._sections.items()),
             warnings=tuple(self.warnings),
             properties=self._properties,
@@ -104,7 +84,6 @@ class RankTest:
 
 
 def _summary(error: BaseException) -> str:
-    """``error`` in one line."""
     try:
         text = str(error)
     except Exception as broken:  # noqa: BLE001 (the error's own method; its traceback is to be shown all the same)
@@ -114,7 +93,7 @@ def _summary(error: BaseException) -> str:
 
 
 def _is_injected(error: BaseException) -> bool:
-    """True if ``error`` is an injected fault or was raised from one."""
+    """Whether ``error`` is an injected fault or was raised from one."""
     seen: set[int] = set()
     at: BaseException | None = error
     while at is not None and id(at) not in seen:
@@ -128,19 +107,15 @@ def _is_injected(error: BaseException) -> bool:
 def stacks() -> str:
     """Every Python thread's stack, this one's excepted, the main thread's first."""
     frames = sys._current_frames()  # noqa: SLF001 (documented in the sys module)
-    main_thread = threading.main_thread()
-    threads = [thread for thread in threading.enumerate() if thread is not threading.current_thread()]
-    threads.sort(key=lambda thread: thread is not main_thread)
-    parts = [
+    return "\n".join(
         f"thread {thread.name}:\n{''.join(of_the_test(traceback.extract_stack(frames[thread.ident])).format())}"
-        for thread in threads
-        if thread.ident in frames
-    ]
-    return "\n".join(parts)
+        for thread in sorted(threading.enumerate(), key=lambda thread: thread is not threading.main_thread())
+        if thread.ident in frames and thread is not threading.current_thread()
+    )
 
 
 def of_the_test(stack: traceback.StackSummary) -> traceback.StackSummary:
     """``stack`` from the first frame that is not pytest's or this package's; all of it where there is none."""
-    ours = tuple(str(Path(str(module.__file__)).parent) for module in (_pytest, pluggy, messages))
+    ours = tuple(str(Path(str(file)).parent) for file in (_pytest.__file__, pluggy.__file__, __file__))
     outside = [i for i, entry in enumerate(stack) if not entry.filename.startswith((*ours, "<string>"))]
     return traceback.StackSummary.from_list(stack[outside[0] :]) if outside else stack

@@ -54,12 +54,7 @@ CUT = Wire(to_a=False, to_b=False)
 
 @define(eq=False)
 class Carrier:
-    """The loop that carries packets between two TUN devices, given as descriptors, under the settings of a `Wire`.
-
-    Attributes:
-        ends: of host a and of host b.
-        wire: as it is now.
-    """
+    """The loop that carries packets between the TUN devices of host a and host b (descriptors) as ``wire`` now says."""
 
     ends: tuple[int, int]
     wire: Wire
@@ -84,7 +79,10 @@ class Carrier:
             for end in (0, 1):
                 if self.ends[end] in readable:
                     self._receive(end)
-            self._deliver()
+            while self._under_way and self._under_way[0][0] <= time.monotonic():
+                _, _, to, packet = heapq.heappop(self._under_way)
+                with contextlib.suppress(OSError):  # the device's queue is full: a lost packet, as on any wire
+                    os.write(self.ends[to], packet)
             if changes in readable:
                 take()
 
@@ -106,9 +104,3 @@ class Carrier:
             self._free[to] = max(now, self._free[to]) + 8 * len(packet) / wire.rate
             self._count += 1
             heapq.heappush(self._under_way, (self._free[to] + wire.delay, self._count, to, packet))
-
-    def _deliver(self) -> None:
-        while self._under_way and self._under_way[0][0] <= time.monotonic():
-            _, _, to, packet = heapq.heappop(self._under_way)
-            with contextlib.suppress(OSError):  # the device's queue is full: a lost packet, as on any wire
-                os.write(self.ends[to], packet)

@@ -27,17 +27,7 @@ import pytest
 import torch
 from _pytest.config import create_terminal_writer
 
-from pipegrid.testing.messages import (
-    AskStacks,
-    Channel,
-    Cleaned,
-    Finished,
-    Hello,
-    RunTest,
-    Stacks,
-    Started,
-    Warned,
-)
+from pipegrid.testing.messages import Channel, Cleaned, Finished, Hello, RunTest, Sign, Stacks, Warned
 from pipegrid.testing.ranks import Ranks
 from pipegrid.testing.settings import faults_of, name_in_file
 from pipegrid.testing.verdict import RankTest, stacks
@@ -67,17 +57,12 @@ _RESET: dict[str, object] = {
 }
 # Positional arguments are given as such; as an option too, argparse warns of them.
 _POSITIONAL = "file_or_dir"
-# Marks that end the path in a pytest argument.
-_SPECIAL = ("[", "::")
 # Modules that the template imported are past rewriting here; the pytest process rewrote and warned of them itself.
 _PRELOADED = "ignore:Module already imported so cannot be rewritten:pytest.PytestAssertRewriteWarning"
 
 
 def main(channel: Channel, stacks_file: int) -> None:
-    """Serve tests from ``channel``; the process is killed when its other end closes.
-
-    ``stacks_file`` is the descriptor that a signal has the stacks written to.
-    """
+    """Serve tests from ``channel`` until its other end closes; STACKS_SIGNAL writes the stacks to ``stacks_file``."""
     faulthandler.register(STACKS_SIGNAL, file=stacks_file, all_threads=True)
     inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(channel, inbox), name="pipegrid-testing", daemon=True).start()
@@ -85,11 +70,10 @@ def main(channel: Channel, stacks_file: int) -> None:
     os.chdir(hello.directory)
     sys.path[:] = hello.path
     loopback_only()
-    options = {
-        **{name: value for name, value in hello.options.items() if name != _POSITIONAL},
-        **_RESET,
-        "pythonwarnings": [*_strings(hello.options.get("pythonwarnings")), _PRELOADED],
-    }
+    options = hello.options | _RESET
+    options.pop(_POSITIONAL, None)
+    given = options.get("pythonwarnings")
+    options["pythonwarnings"] = [*(map(str, given) if isinstance(given, list | tuple) else ()), _PRELOADED]
     blocked = [part for name in _BLOCKED for part in ("-p", f"no:{name}")]
     config = pytest.Config.fromdictargs(options, [*blocked, *hello.args])
     # Before 9.1, pytest asks the blocked plugin for it where it explains a failed comparison.
@@ -100,19 +84,15 @@ def main(channel: Channel, stacks_file: int) -> None:
     raise RuntimeError(f"this rank's pytest session ended by itself, with status {status!r}")
 
 
-def _strings(option: object) -> list[str]:
-    return [str(each) for each in option] if isinstance(option, list | tuple) else []
-
-
 def _listen(channel: Channel, inbox: queue.SimpleQueue[Any]) -> None:
-    """Answer `AskStacks` at once, queue other messages for the main thread, end the process when pytest is gone."""
+    """Answer ``ASK_STACKS`` at once, queue other messages for the main thread, end the process when pytest is gone."""
     while True:
         try:
             message = channel.receive()
         except (EOFError, ConnectionError):
             os.killpg(0, signal.SIGKILL)
             return
-        if isinstance(message, AskStacks):
+        if message is Sign.ASK_STACKS:
             channel.send(Stacks(text=stacks()))
         else:
             inbox.put(message)
@@ -124,11 +104,13 @@ def argument_for(path: str, directory: Path) -> str:
     An argument of pytest's is not a plain path: ``[`` and ``::`` end it. A file with these in its path is collected
     through the nearest directory above it that can be named, from ``directory`` on if that is needed.
     """
-    if not any(mark in path for mark in _SPECIAL):
+
+    def nameable(part: str) -> bool:
+        return "[" not in part and "::" not in part
+
+    if nameable(path):
         return path
-    parts = Path(os.path.relpath(path, directory)).parts
-    nameable = itertools.takewhile(lambda part: not any(mark in part for mark in _SPECIAL), parts)
-    return str(Path(*nameable))
+    return str(Path(*itertools.takewhile(nameable, Path(os.path.relpath(path, directory)).parts)))
 
 
 def _conftest_directories(session: pytest.Session) -> list[Path]:
@@ -143,19 +125,11 @@ def _conftest_directories(session: pytest.Session) -> list[Path]:
     return [path for path in directories if path.is_relative_to(session.config.rootpath)]
 
 
-def _seed(test: str) -> None:
-    """Seed the generators by the name of the test: the same numbers on all ranks, whatever ran in a worker before."""
-    seed = zlib.crc32(test.encode())
-    random.seed(seed)
-    torch.manual_seed(seed)
-
-
 class RankSession:
     """The worker's side as a pytest plugin: it replaces collection and the loop over the items."""
 
     def __init__(self, channel: Channel, inbox: queue.SimpleQueue[Any]) -> None:
-        self._channel = channel
-        self._inbox = inbox
+        self._channel, self._inbox = channel, inbox
         self._directory = Path.cwd()
         self._items: dict[str, dict[str, pytest.Item]] = {}
         self._wanted: list[Path] = []
@@ -167,8 +141,7 @@ class RankSession:
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection(self, session: pytest.Session) -> bool:
         """Collect nothing yet."""
-        session.items = []
-        session.testscollected = 0
+        session.items, session.testscollected = [], 0
         return True
 
     @pytest.hookimpl(tryfirst=True)
@@ -180,7 +153,7 @@ class RankSession:
             left: list[str] = []
             with watch_leaks(left):
                 self._channel.send(self._run(session, test))
-                self._inbox.get()  # `CleanUp`: every rank has ended the test
+                self._inbox.get()  # `Sign.CLEAN_UP`: every rank has ended the test
                 ranks, self.ranks = self.ranks, None
                 end_world(ranks)
                 os.chdir(self._directory)  # the next test's path may be relative
@@ -217,34 +190,29 @@ class RankSession:
     def pytest_warning_recorded(self, warning_message: warnings.WarningMessage, when: str) -> None:
         """Note a warning, for the pytest process to show."""
         if when == "runtest":
-            category = warning_message.category
-            self._test.warnings.append(
-                Warned(
-                    message=str(warning_message.message),
-                    category=(category.__module__, category.__qualname__),
-                    filename=warning_message.filename,
-                    lineno=warning_message.lineno,
-                )
-            )
+            one = warning_message
+            category = one.category.__module__, one.category.__qualname__
+            self._test.warnings.append(Warned(str(one.message), category, one.filename, one.lineno))
 
     def _run(self, session: pytest.Session, test: RunTest) -> Finished:
         self._test = RankTest()
         try:
             item = self._find(session, test)
-            self._channel.send(Started())
+            self._channel.send(Sign.STARTED)
             self.ranks = make_world(test, self._channel)
             for fault in faults_of(item):
                 self.ranks.plan_fault(fault)
-            _seed(f"{Path(test.path).name}::{test.name}")
+            # By the name of the test: the same numbers on all ranks, whatever ran in a worker before.
+            seed = zlib.crc32(f"{Path(test.path).name}::{test.name}".encode())
+            random.seed(seed)
+            torch.manual_seed(seed)
             item.ihook.pytest_runtest_protocol(item=item, nextitem=None)
         except pytest.skip.Exception as skipped:
             return Finished(outcome="skipped", text=str(skipped))
         except BaseException as error:  # noqa: BLE001 (pytest.exit, KeyboardInterrupt, a failing world: this rank's failure)
             self._test.add_error(error)
         if self.ranks is not None:
-            self._test.check_faults(self.ranks.pending_faults())
-            if self.ranks.fake_device is not None:
-                self._test.check_rules(self.ranks.fake_device.violations)
+            self._test.check(self.ranks)
         return self._test.finished()
 
     def _find(self, session: pytest.Session, test: RunTest) -> pytest.Item:
@@ -257,9 +225,7 @@ class RankSession:
             if self._collect_errors:
                 raise pytest.UsageError("this rank could not collect the test:\n" + "\n".join(self._collect_errors))
             self._items[test.path] = {name_in_file(item): item for item in items}
-        try:
-            return self._items[test.path][test.name]
-        except KeyError:
-            known = "\n".join(self._items[test.path])
+        if test.name not in self._items[test.path]:
             text = f"this rank does not find {test.name} in {test.path}, whose ids must be the same in every process:"
-            raise pytest.UsageError(f"{text}\n{known}") from None
+            raise pytest.UsageError("\n".join([text, *self._items[test.path]]))
+        return self._items[test.path][test.name]

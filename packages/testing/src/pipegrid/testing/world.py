@@ -39,8 +39,7 @@ def loopback_only() -> None:
 
 def make_world(test: RunTest, channel: Channel) -> Ranks:
     """Make the default group of ``test`` and this rank's view of it."""
-    device, settings = device_of(test), test.settings
-    directory = Path(test.directory)
+    device, settings, directory = device_of(test), test.settings, Path(test.directory)
     store = FileStore(str(directory / "store"), settings.world_size)
     fake_device = None
     if settings.backend == "fake_nccl":
@@ -127,8 +126,7 @@ def watch_leaks(left: list[str]) -> Iterator[None]:
     new = [thread for thread in threading.enumerate() if thread not in threads]
     for thread in new:
         thread.join(_LAST_BREATH)
-    alive = [thread.name for thread in new if thread.is_alive()]
-    if alive:
+    if alive := [thread.name for thread in new if thread.is_alive()]:
         left.append(f"threads {', '.join(alive)}")
     if _has_children():
         left.append("child processes")

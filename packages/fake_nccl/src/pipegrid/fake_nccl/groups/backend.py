@@ -8,9 +8,8 @@ import torch.distributed as dist
 
 from pipegrid.fake_nccl.device import FakeDevice
 from pipegrid.fake_nccl.groups.group import FakeGroup
-from pipegrid.fake_nccl.groups.lazy import LazyGroup
 from pipegrid.fake_nccl.groups.nccl2 import Nccl2Group, is_lazy
-from pipegrid.fake_nccl.groups.pairs import LegacyGroup
+from pipegrid.fake_nccl.groups.pairs import LazyGroup, LegacyGroup
 from pipegrid.fake_nccl.groups.transfers import BACKEND
 
 

@@ -19,19 +19,10 @@ from torch import Tensor
 
 from pipegrid.fake_nccl.device import FakeDevice
 from pipegrid.fake_nccl.entries import QueueEntry, TransferRecord
-from pipegrid.fake_nccl.groups.ending import Ending
-from pipegrid.fake_nccl.groups.meeting import Meeting, global_ranks
-from pipegrid.fake_nccl.groups.splits import split_source
-from pipegrid.fake_nccl.groups.transfers import (
-    BACKEND,
-    NEVER,
-    Freeable,
-    HiddenGroup,
-    PostedTransfer,
-    make_unreadable,
-)
+from pipegrid.fake_nccl.groups.meeting import Ending, Meeting, global_ranks
+from pipegrid.fake_nccl.groups.transfers import BACKEND, NEVER, Freeable, HiddenGroup, PostedTransfer, make_unreadable
 from pipegrid.fake_nccl.groups.work import FakeWork
-from pipegrid.fake_nccl.torch_compat import GroupBase, tree_leaves, tree_map
+from pipegrid.fake_nccl.torch_compat import SPLITS_BACKENDS, BackendBase, GroupBase, tree_leaves, tree_map
 
 # Collectives whose first argument is written and never read.
 _WRITES_FIRST = frozenset(
@@ -61,13 +52,13 @@ class FakeGroup(GroupBase):  # type: ignore[misc]
 
     supports_coalescing = True
     supports_splitting = False
+    shuts_down_alone = False  # whether a shutdown waits for the group's entries alone
 
     def __init__(self, device: FakeDevice, options: Any, chosen: Any = None) -> None:
         super().__init__(options.group_rank, options.group_size)
-        self.device = device
-        self.options = chosen
+        self.device, self.options = device, chosen
         self._name: str = options.group_id
-        self._end = Ending(self._name, options, device)
+        self._end = Ending(options, device)
         self.timeout: float = options.timeout.total_seconds()
         self.aborted = False
         # The devices that the group was connected to before its first use.
@@ -98,8 +89,6 @@ class FakeGroup(GroupBase):  # type: ignore[misc]
                 self._hidden = hidden
                 self.device.add_group(self._name, self._hidden.cut, self._ranks, self._here)
             return self._hidden
-
-    # Point to point
 
     def send(self, tensors: Sequence[Tensor], peer: int, tag: int = 0) -> FakeWork | None:
         """Launch a send, or add it to the batch. Tags are ignored, as NCCL ignores them."""
@@ -161,15 +150,9 @@ class FakeGroup(GroupBase):  # type: ignore[misc]
                         each.copy.copy_(each.tensor) if each.sending else make_unreadable(each.tensor)
             hidden.exchange(transfers, batched=batched)
 
-        return self._launch(
-            "p2p",
-            operations,
-            run,
-            reads=[given for each, given in batch if each.sending],
-            writes=[given for each, given in batch if not each.sending],
-        )
-
-    # Collectives: gloo's, in stream order
+        reads = [given for each, given in batch if each.sending]
+        writes = [given for each, given in batch if not each.sending]
+        return self._launch("p2p", operations, run, reads=reads, writes=writes)
 
     def _collective(self, name: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> FakeWork:
         tensors = [tensor for argument in arguments for tensor in _tensors(argument)]
@@ -188,8 +171,6 @@ class FakeGroup(GroupBase):  # type: ignore[misc]
             getattr(hidden.gloo, name)(*there, **options).wait(NEVER)
 
         return self._launch(name, (), run, reads=tensors, writes=written, holds=name == "barrier")
-
-    # Launching and ending
 
     def _launch(
         self,
@@ -222,25 +203,20 @@ class FakeGroup(GroupBase):  # type: ignore[misc]
         for group in groups:
             group._end.abort()  # noqa: SLF001 (of the same class)
             group.aborted = True
-        names = [group._name for group in groups]  # noqa: SLF001
-        self.device.abort(names, dist.DistBackendError(f"group {self._name} was aborted"))
+        error = dist.DistBackendError(f"group {self._name} was aborted")
+        self.device.abort([group.group_name for group in groups], error)
 
     def _aborted_together(self) -> list[FakeGroup]:
         """The communicators that an abort of the group ends at the same time."""
         return [self]
 
     def shutdown(self) -> None:
-        """Wait for the whole device and for the other members; the group takes no entries from then on."""
+        """Wait for the whole device and the other members, but not after an abort; the group takes no more entries."""
         if not self.aborted:
-            self.device.shut_down(self._name)
-            self._meet_at_the_end()
+            self.device.shut_down(self._name, alone=self.shuts_down_alone)
+            if self._hidden is not None:
+                self._end.meet()
         self.aborted = True
-
-    def _meet_at_the_end(self) -> None:
-        if self._hidden is not None:
-            self._end.meet()
-
-    # What callers ask a group or its backend for
 
     def eager_connect_single_device(self, device: torch.device) -> None:
         """Connect before the first use, with all members.
@@ -267,9 +243,8 @@ class FakeGroup(GroupBase):  # type: ignore[misc]
         self._meeting(f"split {self._splits}").connect(seconds, ", to split this group for a new one")
 
     def _get_backend(self, device: Any) -> Any:
-        if torch.device(device).index is None:
-            return self
-        return split_source(self)  # only splits ask by the device that a group is bound to
+        # Only splits ask by the device that a group is bound to.
+        return SplitSource(self) if SPLITS_BACKENDS and torch.device(device).index is not None else self
 
     def _set_default_timeout(self, timeout: timedelta) -> None:
         self.timeout = timeout.total_seconds()
@@ -284,6 +259,27 @@ class FakeGroup(GroupBase):  # type: ignore[misc]
     def group_name(self) -> str:
         """The group's name, the same on all members."""
         return self._name
+
+
+class SplitSource(BackendBase):  # type: ignore[misc]  # torch's stubs have no such class
+    """A backend around a group: torch 2.15 splits backends, and the groups of the fake are process groups."""
+
+    def __init__(self, group: Any) -> None:
+        super().__init__(group.rank(), group.size())
+        self._group = group
+
+    @property
+    def supports_splitting(self) -> bool:
+        """Whether new groups are split from this one."""
+        return bool(self._group.supports_splitting)
+
+    def perform_nocolor_split(self, device: Any) -> None:
+        """Take part in a split as a rank that the new group leaves out."""
+        self._group.perform_nocolor_split(device)
+
+    def eager_connect_single_device(self, device: Any) -> None:
+        """Connect before the first use."""
+        self._group.eager_connect_single_device(device)
 
 
 def _forward(name: str) -> Callable[..., FakeWork]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections import deque
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -14,13 +13,12 @@ import torch
 from torch import Tensor
 
 from pipegrid.fake_nccl.device import FakeDevice
-from pipegrid.fake_nccl.elapsed import comes
 from pipegrid.fake_nccl.entries import QueueEntry
 from pipegrid.fake_nccl.groups.group import FakeGroup
 from pipegrid.fake_nccl.groups.transfers import Freeable
-from pipegrid.fake_nccl.groups.work import FakeWork
-from pipegrid.fake_nccl.rules import Nccl2Rules
+from pipegrid.fake_nccl.groups.work import FakeWork, comes
 from pipegrid.fake_nccl.torch_compat import BOUND_KIND, WorkBase
+from pipegrid.fake_nccl.watchdog import Nccl2Rules
 
 
 class Nccl2Work(FakeWork):
@@ -64,10 +62,6 @@ class Nccl2Work(FakeWork):
 
     synchronize = wait
 
-    def get_future_result(self) -> Any:
-        """A future of the work's status: 0 for success, 2 for a lost connection, its group's included."""
-        return self._future(lambda: 0 if self.exception() is None else 2)
-
 
 def is_lazy(chosen: Any) -> bool:
     """Whether the options of a new group say ``lazy_init``."""
@@ -103,7 +97,7 @@ class Nccl2Group(FakeGroup):
         >>> device.close()
     """
 
-    supports_splitting = True
+    supports_splitting = shuts_down_alone = True
 
     def __init__(self, device: FakeDevice, options: Any, chosen: Any = None) -> None:
         super().__init__(device, options, chosen)
@@ -111,7 +105,7 @@ class Nccl2Group(FakeGroup):
         if not options.global_ranks_in_group:  # the default group
             self.bound_device_id = torch.device(BOUND_KIND, int(os.environ.get("LOCAL_RANK", self._here)))
         self.failure: Exception | None = None
-        self._idle: deque[QueueEntry] = deque()
+        self._idle: set[QueueEntry] = set()
         self._lock = threading.Lock()
         self._aborting, self._seen, self._ended = threading.Event(), threading.Event(), threading.Event()
 
@@ -129,13 +123,13 @@ class Nccl2Group(FakeGroup):
 
     def send(self, tensors: Sequence[Tensor], peer: int, tag: int = 0) -> Any:
         """Launch a send, or add it to the batch: then the work is complete at once."""
-        return super().send(tensors, peer, tag) or self._complete()
+        return super().send(tensors, peer, tag) or CompleteWork()
 
     def recv(self, tensors: Sequence[Tensor], peer: int, tag: int = 0) -> Any:
         """Launch a receive, whose work holds the tensors, or add it to the batch: then the work is complete at once."""
         work = super().recv(tensors, peer, tag)
         if work is None:
-            return self._complete()
+            return CompleteWork()
         work.held = tensors
         return work
 
@@ -143,10 +137,7 @@ class Nccl2Group(FakeGroup):
         return Freeable(tensor)
 
     def _end_coalescing(self, device: Any = None) -> Any:
-        return super()._end_coalescing(device) or self._complete()
-
-    def _complete(self) -> CompleteWork:
-        return CompleteWork()
+        return super()._end_coalescing(device) or CompleteWork()
 
     def _collective(self, name: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> FakeWork:
         work = super()._collective(name, arguments, options)
@@ -157,22 +148,20 @@ class Nccl2Group(FakeGroup):
     def _work_of(self, entry: QueueEntry, reads: Sequence[Tensor], *, holds: bool) -> FakeWork:
         if self.failure is not None:
             self.kill(f"{entry} was launched on group {self._name}, which had failed")
-        if entry.captured:  # its graph keeps it
-            return Nccl2Work(entry, self.device, self, holds=holds)
-        entry.kept[:] = reads
-        with self._lock:
-            ended = [one for one in self._idle if one.ended.is_set()]
-            self._idle = deque(one for one in self._idle if one not in ended)
-            self._idle.append(entry)
-        for one in ended:
-            one.kept.clear()
-        entry.when_ended(lambda: self._look_at(entry))
+        if not entry.captured:  # else its graph keeps it
+            entry.kept[:] = reads
+            with self._lock:
+                ended = {one for one in self._idle if one.ended.is_set()}
+                self._idle = {entry, *(self._idle - ended)}
+            for one in ended:
+                one.kept.clear()
+            entry.when_ended(lambda: self._look_at(entry))
         return Nccl2Work(entry, self.device, self, holds=holds)
 
     def let_go(self, entry: QueueEntry) -> None:
         """Drop what a work keeps that was waited for."""
         with self._lock:
-            self._idle = deque(one for one in self._idle if one is not entry)
+            self._idle.discard(entry)
 
     def _look_at(self, entry: QueueEntry) -> None:
         """An entry has ended; the first error of the group starts the watchdog's clock."""
@@ -201,14 +190,6 @@ class Nccl2Group(FakeGroup):
         if self._seen.is_set():
             self._ended.wait()
         super().abort()
-
-    def shutdown(self) -> None:
-        """Wait for the group's entries and for the other members; after an abort it does neither."""
-        if self.aborted:
-            return
-        self.device.shut_down(self._name, alone=True)
-        self._meet_at_the_end()
-        self.aborted = True
 
 
 class CompleteWork(WorkBase):  # type: ignore[misc]

@@ -9,37 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
-from attrs import frozen
 from torch import Tensor
 
 from pipegrid.fake_nccl.device import FakeDevice
 from pipegrid.fake_nccl.groups.group import FakeGroup
 from pipegrid.fake_nccl.groups.meeting import global_ranks
-
-
-@frozen(kw_only=True)
-class _PairOptions:
-    """The options of a group that torch gives to a backend, here of two ranks of a group."""
-
-    store: Any
-    group_rank: int
-    group_size: int = 2
-    timeout: timedelta
-    group_id: str
-    global_ranks_in_group: list[int]
+from pipegrid.fake_nccl.groups.nccl2 import Nccl2Group
 
 
 class PairsGroup(FakeGroup):
-    """A group with a communicator for each pair of its ranks that exchanges lone messages.
-
-    Attributes:
-        pairs: by peer, those made so far.
-        pair_class: their class.
-    """
+    """A group with a communicator for each pair of its ranks that exchanges lone messages: ``pairs``, by peer."""
 
     pair_class: ClassVar[type[FakeGroup]] = FakeGroup
 
@@ -49,17 +33,11 @@ class PairsGroup(FakeGroup):
         self._members = global_ranks(options)
         self.pairs: dict[int, FakeGroup] = {}
 
-    def send(self, tensors: Sequence[Tensor], peer: int, tag: int = 0) -> Any:
-        """Add a send to the batch; a lone one is launched on the communicator of the pair."""
+    def _post(self, tensors: Sequence[Tensor], peer: int, *, sending: bool) -> Any:
+        """Add a message to the batch; a lone one is launched on the communicator of the pair."""
         if self._batch is not None or not self._has_pairs():
-            return super().send(tensors, peer, tag)
-        return self._pair(peer).send(tensors, int(peer > self._here), tag)
-
-    def recv(self, tensors: Sequence[Tensor], peer: int, tag: int = 0) -> Any:
-        """Add a receive to the batch; a lone one is launched on the communicator of the pair."""
-        if self._batch is not None or not self._has_pairs():
-            return super().recv(tensors, peer, tag)
-        return self._pair(peer).recv(tensors, int(peer > self._here), tag)
+            return super()._post(tensors, peer, sending=sending)
+        return self._pair(peer)._post(tensors, int(peer > self._here), sending=sending)  # noqa: SLF001 (of its class)
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the timeout of the operations of all communicators."""
@@ -88,9 +66,10 @@ class PairsGroup(FakeGroup):
         if peer not in self.pairs:
             both = (min(self._here, peer), max(self._here, peer))
             name = self._pair_name(both)
-            options = _PairOptions(
+            options = SimpleNamespace(  # as torch gives them to a backend
                 store=dist.PrefixStore(name, self._store),  # type: ignore[attr-defined]  # public, untyped
                 group_rank=both.index(self._here),
+                group_size=2,
                 timeout=timedelta(seconds=self.timeout),
                 group_id=name,
                 global_ranks_in_group=[self._members[rank] for rank in both],
@@ -133,3 +112,39 @@ class LegacyGroup(PairsGroup):
 
     def _aborted_together(self) -> list[FakeGroup]:
         return [self, *self.pairs.values()]
+
+
+class LazyGroup(PairsGroup, Nccl2Group):
+    """A group of the backend ``fake_nccl`` by the rules of nccl-lazy, where they differ from `Nccl2Group`'s.
+
+    Batches and collectives are on the group's own communicator (the primary), lone messages on one of their pair, each
+    with a stream of its own.
+
+    - A pair connects at its first lone message: the host waits until the peer has one, for the group's timeout at
+      most; the error names the ranks that did not connect.
+    - A batch never matches a lone message, and a lone message may overtake the batch before it.
+    - `abort` waits for lone messages under way, since the primary goes first.
+    - The name of a pair's communicator counts the pairs of those two *ranks in their groups*, of all groups of the
+      process. Ranks with different numbers of such groups look for different names, and both wait until the timeout.
+
+    Examples:
+        >>> import torch, torch.distributed as dist
+        >>> device = FakeDevice(nccl2=Nccl2Rules(), lazy=True)
+        >>> dist.init_process_group(register(device), store=dist.HashStore(), rank=0, world_size=1)
+        >>> type(dist.group.WORLD._get_backend(torch.device("cpu"))).__name__
+        'LazyGroup'
+        >>> device.close()
+    """
+
+    pair_class: ClassVar[type[FakeGroup]] = Nccl2Group
+
+    def abort(self) -> None:
+        """Abort the primary, then each pair: a primary's abort waits for a lone message that is under way."""
+        super().abort()
+        for pair in self.pairs.values():
+            pair.abort()
+
+    def _pair_name(self, both: tuple[int, int]) -> str:
+        attempts = self.device.pair_attempts
+        attempts[both] += 1
+        return f"{super()._pair_name(both)}/{attempts[both] - 1}"

@@ -59,12 +59,9 @@ class PostedTransfer:
 
 
 class HiddenGroup:
-    """The gloo group that moves the data of one communicator.
+    """The gloo group that moves the data of one communicator, of members with these global ``ranks``.
 
-    Args:
-        options: of the communicator's group, as torch gives them to a backend.
-        ranks: the members' global ranks.
-        device: that the communicator's entries are launched on.
+    ``options``: of the communicator's group, as torch gives them to a backend.
     """
 
     def __init__(self, options: Any, ranks: Sequence[int], device: FakeDevice) -> None:
@@ -77,12 +74,8 @@ class HiddenGroup:
         # Ways ("0>1") that had a message, and what each end says of its first: the ways that its batch connects.
         self._met: set[str] = set()
         self._first = dist.PrefixStore("fake_nccl/first", options.store)  # type: ignore[attr-defined]  # untyped
-        self.gloo: Any = dist.ProcessGroupGloo(
-            dist.PrefixStore(BACKEND, options.store),  # type: ignore[attr-defined]
-            options.group_rank,
-            options.group_size,
-            options.timeout,
-        )
+        store = dist.PrefixStore(BACKEND, options.store)  # type: ignore[attr-defined]
+        self.gloo: Any = dist.ProcessGroupGloo(store, options.group_rank, options.group_size, options.timeout)
         self.gloo.set_timeout(NEVER)
 
     def exchange(self, transfers: Sequence[PostedTransfer], *, batched: bool) -> None:
@@ -102,7 +95,7 @@ class HiddenGroup:
                 )
             elif not transfer.sending:
                 there.detach().copy_(transfer.copy)
-            elif not _same_bytes(there, transfer.copy):
+            elif not torch.equal(_bytes(there), _bytes(transfer.copy)):
                 self._violations.append(
                     f"a send of {there.nbytes} bytes to rank {self._ranks[transfer.peer]} in group "
                     f"{self._name}: its tensor was written to between the call and the end of the transfer"
@@ -224,6 +217,5 @@ def _nbytes(kind: Tensor) -> int:
     return int(_text(kind).split()[0])
 
 
-def _same_bytes(tensor: Tensor, other: Tensor) -> bool:
-    here, there = tensor.detach().contiguous(), other.contiguous()
-    return torch.equal(here.reshape(-1).view(torch.uint8), there.reshape(-1).view(torch.uint8))
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)

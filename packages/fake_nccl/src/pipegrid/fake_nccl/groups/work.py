@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -10,9 +12,19 @@ import torch
 import torch.distributed as dist
 
 from pipegrid.fake_nccl.device import FakeDevice
-from pipegrid.fake_nccl.elapsed import comes
 from pipegrid.fake_nccl.entries import QueueEntry
 from pipegrid.fake_nccl.torch_compat import WorkBase
+
+_LOOK_SECONDS = 0.005
+
+
+def comes(event: threading.Event, seconds: float) -> bool:
+    """Whether ``event`` is set within ``seconds`` of `time.monotonic`, which a test may move: no sleep for hours."""
+    end = time.monotonic() + seconds
+    while not event.wait(max(0.0, min(_LOOK_SECONDS, end - time.monotonic()))):
+        if time.monotonic() >= end:
+            return False
+    return True
 
 
 class FakeWork(WorkBase):  # type: ignore[misc]
@@ -41,9 +53,7 @@ class FakeWork(WorkBase):  # type: ignore[misc]
     def __init__(self, entry: QueueEntry, device: FakeDevice, *, holds: bool, abort: Callable[[], None]) -> None:
         super().__init__()
         self.entry = entry
-        self._abort = abort
-        self._device = device
-        self._holds = holds
+        self._device, self._holds, self._abort = device, holds, abort
 
     def is_completed(self) -> bool:
         """Whether the entry has ended, well or not. On virtual streams a poll orders nothing: it might be earlier."""
@@ -85,7 +95,7 @@ class FakeWork(WorkBase):  # type: ignore[misc]
 
     def get_future_result(self) -> Any:
         """A future of the work's status, done at the entry's end: NCCL's are 0 for success, 2 for a lost connection."""
-        return self._future(lambda: 0 if self.entry.error is None else 2)
+        return self._future(lambda: 0 if self.exception() is None else 2)
 
     def _future(self, value: Callable[[], Any]) -> Any:
         future: Any = torch.futures.Future()

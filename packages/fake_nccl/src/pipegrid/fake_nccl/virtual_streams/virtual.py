@@ -10,17 +10,26 @@ import itertools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 
 from pipegrid.fake_nccl.virtual_streams.host_syncs import HostSync, caller
 from pipegrid.fake_nccl.virtual_streams.late import LateRun
-from pipegrid.fake_nccl.virtual_streams.memory import Clock, merge
 from pipegrid.fake_nccl.virtual_streams.player import DONE, Signal
 
 # As Any: a virtual stream's events and device are of other types than torch's.
 _Stream: Any = torch.Stream
+
+Clock = dict[int, int]
+"""A tick per stream: the work that is ordered before."""
+
+
+def merge(clock: Clock, other: Clock) -> None:
+    """Raise each tick of ``clock`` to that of ``other``."""
+    for stream, tick in other.items():
+        if tick > clock.get(stream, 0):
+            clock[stream] = tick
 
 
 class VirtualStream(_Stream):  # type: ignore[misc]
@@ -111,6 +120,10 @@ class VirtualEvent:
         self._streams.host_waits("Event.synchronize", self.clock, self.signal)
 
 
+def nothing() -> None:
+    """Do nothing."""
+
+
 class Order:
     """The order of the work of one fake GPU.
 
@@ -126,9 +139,7 @@ class Order:
     def __init__(self) -> None:
         self.host_syncs: list[HostSync] = []
         self.late: LateRun | None = None
-        self.before_poll: Callable[[], None] = lambda: None
-        self.before_compute: Callable[[], None] = lambda: None
-        self.drain: Callable[[], None] = lambda: None
+        self.before_poll = self.before_compute = self.drain = nothing
         self.lock = threading.RLock()
         self._numbers = itertools.count(1)
         self._made: list[VirtualStream] = []
@@ -164,8 +175,7 @@ class Order:
     @property
     def _host(self) -> Clock:
         """The clock of the work that this thread knows to be done: another thread's polling orders nothing for it."""
-        known: Clock = self._local.__dict__.setdefault("host", {})
-        return known
+        return cast("Clock", self._local.__dict__.setdefault("host", {}))
 
     def record(self, stream: VirtualStream) -> Clock:
         """The clock of a new piece of work on ``stream``."""
@@ -201,8 +211,7 @@ class Order:
         self._hold(signal)
         self.host_knows(clock)
         if threading.get_ident() == self._watching:
-            where, stack = caller()
-            self.host_syncs.append(HostSync(what, where, stack))
+            self.host_syncs.append(HostSync(what, *caller()))
 
     def _hold(self, signal: Signal) -> None:
         if self.late is not None and not signal.done:

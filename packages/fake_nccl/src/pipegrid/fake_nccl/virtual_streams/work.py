@@ -1,4 +1,7 @@
-"""Work of streams on memory: races of two pieces of work, frees of memory in use, and values of a late device."""
+"""Work of streams on memory: races of two pieces of work, frees of memory in use, and values of a late device.
+
+Source: the vector clocks of data race detectors, Mattern 1989, "Virtual Time and Global States of Distributed Systems".
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from attrs import define, field, frozen
 from torch import Tensor
 
 from pipegrid.fake_nccl.torch_compat import WeakStorage, is_empty, living, name_of, tensors_in, tree_map
@@ -19,26 +23,62 @@ from pipegrid.fake_nccl.virtual_streams.late import (
     results_of,
     seen_through,
 )
-from pipegrid.fake_nccl.virtual_streams.memory import Access, Clock, StorageUse, extent, merge
 from pipegrid.fake_nccl.virtual_streams.player import DONE, Signal
-from pipegrid.fake_nccl.virtual_streams.virtual import Order, VirtualStream
+from pipegrid.fake_nccl.virtual_streams.virtual import Clock, Order, VirtualStream, merge
 
 _MOST_RACES = 20
 _FREES = 0  # on a late device: the stream of nothing else, as no stream waits for a free
 
 
-class StreamWork(Order):
-    """The work on the streams of one fake GPU, and the memory that it touches.
+@frozen
+class _Access:
+    """A piece of work that reads or writes the bytes ``begin`` to ``end`` of a storage, those between rows included."""
 
-    Args:
-        violations: the list to which races are added.
+    stream: int
+    tick: int
+    begin: int
+    end: int
+    writes: bool
+    what: str
+
+
+@define(eq=False)
+class _StorageUse:
+    """One storage: the stream it was allocated on, and the accesses that later ones must be ordered after.
+
+    ``block`` is its memory on a late device, ``nbytes`` what counts of it as live.
     """
+
+    reference: Any
+    home: int
+    accesses: list[_Access] = field(factory=list)
+    recorded: set[int] = field(factory=set)
+    block: Tensor | None = None
+    nbytes: int = 0
+
+    def add(self, new: _Access, clock: Clock) -> _Access | None:
+        """Note an access whose work is ordered after ``clock``; the first older access with which it races."""
+        kept, raced = [], None
+        for old in self.accesses:
+            ordered = old.tick <= clock.get(old.stream, 0)
+            apart = old.end <= new.begin or new.end <= old.begin
+            if raced is None and not (ordered or apart) and (new.writes or old.writes):
+                raced = old
+            covered = new.begin <= old.begin and old.end <= new.end
+            if not (ordered and covered and (new.writes or (old.stream == new.stream and not old.writes))):
+                kept.append(old)
+        self.accesses = [*kept, new]
+        return raced
+
+
+class StreamWork(Order):
+    """The work on the streams of one fake GPU, and the memory that it touches; races are added to ``violations``."""
 
     def __init__(self, violations: list[str]) -> None:
         super().__init__()
         self._violations = violations
         self._races = 0
-        self._memories: dict[int, StorageUse] = {}
+        self._memories: dict[int, _StorageUse] = {}
         self._kept: set[tuple[int, int]] = set()
 
     def work(
@@ -131,19 +171,20 @@ class StreamWork(Order):
         with self.lock:
             self._memory(tensor).recorded.add(stream.stream_id)
 
-    def _memory(self, tensor: Tensor) -> StorageUse:
+    def _memory(self, tensor: Tensor) -> _StorageUse:
         reference: Any = WeakStorage(tensor.untyped_storage())
-        memory = self._memories.get(reference.cdata)
-        if memory is None:
-            memory = self._memories[reference.cdata] = StorageUse(reference, self.current_stream().stream_id)
-        return memory
+        if reference.cdata not in self._memories:
+            self._memories[reference.cdata] = _StorageUse(reference, self.current_stream().stream_id)
+        return self._memories[reference.cdata]
 
     def _touch(self, stream: VirtualStream, clock: Clock, tensor: Tensor, what: str, *, writes: bool) -> None:
-        begin, end = extent(tensor)
-        if begin == end:
+        if tensor.numel() == 0:
             return
-        here = stream.stream_id
-        old = self._memory(tensor).add(Access(here, clock[here], begin, end, writes, what), clock)
+        here, size = stream.stream_id, tensor.element_size()
+        last = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        begin = int(tensor.storage_offset()) * size
+        end = begin + (last + 1) * size
+        old = self._memory(tensor).add(_Access(here, clock[here], begin, end, writes, what), clock)
         if old is not None:
             self._race(
                 f"{what} on {stream.name} {'writes' if writes else 'reads'} memory that {old.what} on "
@@ -183,7 +224,7 @@ class StreamWork(Order):
             accesses = (access for memory in self._memories.values() for access in memory.accesses)
             self._kept &= {(access.stream, access.tick) for access in accesses}
 
-    def _free(self, late: LateRun, memory: StorageUse, block: Tensor) -> None:
+    def _free(self, late: LateRun, memory: _StorageUse, block: Tensor) -> None:
         """Overwrite freed memory of a late device, which another tensor might have by then."""
         recorded = [late.player.put(stream) for stream in memory.recorded - {memory.home}]
         home = late.player.put(memory.home)

@@ -10,7 +10,7 @@ import attrs
 from pipegrid.layout.balancing.branch_and_bound import RankLimit, SearchResult, overdrafts, own_caps, search
 from pipegrid.layout.balancing.in_flight import Peaks, peaks_of
 from pipegrid.layout.balancing.partition import Chain, best_partition, rightmost
-from pipegrid.layout.balancing.profile import Costs, ExactMemory, Memories, Profile, model_layers, read_profile
+from pipegrid.layout.balancing.profile import Costs, ExactMemory, Memories, model_layers, read_profile
 from pipegrid.layout.balancing.report import LayoutReport, measure
 from pipegrid.layout.errors import LayoutInfeasibleError
 from pipegrid.layout.fields import integer, sizes_of_pipeline
@@ -99,9 +99,12 @@ def balance(
     check_rules([kinds], 1, grammar, {})
     profile = read_profile(kinds, costs, memory, limit, pp=pp, grammar=grammar)
     peaks = peaks_of(in_flight, pp, vpp, microbatches)
-    places = _places(kinds)
-    low, high = _bounds(kinds, places, pp, vpp)
-    chain, sizes = _chain(profile, places, low, high)
+    places, low, high = _bounds(kinds, pp, stages)
+    nothing = [0] * len(kinds)
+    sizes = profile.memory or ExactMemory(nothing, nothing, None, 1)
+    sums = ([0, *accumulate(values)] for values in (profile.cost, sizes.fixed, sizes.moving))
+    costs_before, fixed, moving = ([before[place] for place in places] for before in sums)
+    chain = Chain(costs_before, fixed, moving, low, high)
     ranks: list[RankLimit] = []
     if sizes.limits is None:
         partition = best_partition(chain, [{}] * stages)
@@ -110,60 +113,35 @@ def balance(
         ranks = [RankLimit(most, rank) for most, rank in zip(sizes.limits, peaks, strict=True)]
         found = search(chain, ranks, nodes=nodes)
     if found.partition is None or found.bottleneck_bound is None:
-
-        def text(start: int, end: int) -> str:
-            return write_stage(kinds[places[start] : places[end]], grammar)
-
-        raise _infeasible(chain, ranks, found, text=text, unit=sizes.unit)
+        raise _infeasible(
+            chain, ranks, found, lambda start, end: write_stage(kinds[places[start] : places[end]], grammar), sizes.unit
+        )
     cuts = [places[cut] for cut in found.partition.cuts]
     layout = PipelineParallelLayerLayout([kinds[start:end] for start, end in pairwise(cuts)], pp, grammar=grammar)
     return Balance(layout, measure(layout, profile, peaks), found.bottleneck_bound / profile.unit, found.optimal)
 
 
-def _chain(
-    profile: Profile, places: Sequence[int], low: Sequence[int], high: Sequence[int]
-) -> tuple[Chain, ExactMemory]:
-    """The layers summed up between legal places of cuts, and the memory of each (0 where there is no limit)."""
-    nothing = [0] * len(profile.cost)
-    sizes = profile.memory or ExactMemory(nothing, nothing, None, 1)
-    costs, fixed, moving = (_cumulate(each, places) for each in (profile.cost, sizes.fixed, sizes.moving))
-    return Chain(costs, fixed, moving, low, high), sizes
-
-
-def _cumulate(values: Sequence[int], places: Sequence[int]) -> list[int]:
-    """The sums of the values before each place."""
-    sums = [0, *accumulate(values)]
-    return [sums[place] for place in places]
-
-
-def _places(kinds: Sequence[str]) -> list[int]:
-    """The legal places of cuts: all but those between MTP layers."""
+def _bounds(kinds: Sequence[str], pp: int, stages: int) -> tuple[list[int], list[int], list[int]]:
+    """The legal places of cuts (not between MTP layers), and the position rules: the first and last index of each."""
     mtp = [index for index, kind in enumerate(kinds) if kind == LayerType.mtp]
     inside = range(mtp[0] + 1, mtp[-1] + 1) if mtp else range(0)
-    return [place for place in range(len(kinds) + 1) if place not in inside]
-
-
-def _bounds(kinds: Sequence[str], places: Sequence[int], pp: int, vpp: int) -> tuple[list[int], list[int]]:
-    """The position rules as bounds on the cuts: the first and the last index into ``places`` of each."""
-    stages, end = pp * vpp, len(places) - 1
+    places = [place for place in range(len(kinds) + 1) if place not in inside]
+    end = len(places) - 1
     low = [0] * stages + [end]
     high = [0] + [end] * stages
     if kinds[0] == LayerType.embedding:
         low[1:stages] = [1] * (stages - 1)
     if kinds[-1] == LayerType.loss and stages > 1:
         high[stages - 1] = end - 1
-    if LayerType.mtp in kinds:
-        first = first_mtp_stage(pp, stages)
-        before = places.index(kinds.index(LayerType.mtp))
-        if first > 0:
-            high[first] = min(high[first], before)
+    if mtp and (first := first_mtp_stage(pp, stages)) > 0:
+        high[first] = min(high[first], places.index(mtp[0]))
     for cut in range(stages - 1, 0, -1):
         high[cut] = min(high[cut], high[cut + 1])
-    return low, high
+    return places, low, high
 
 
 def _infeasible(
-    chain: Chain, ranks: Sequence[RankLimit], found: SearchResult, *, text: Callable[[int, int], str], unit: int
+    chain: Chain, ranks: Sequence[RankLimit], found: SearchResult, text: Callable[[int, int], str], unit: int
 ) -> LayoutInfeasibleError:
     """The error: the tightest stage, the memory it lacks, and its microbatches in flight."""
     if found.closest is None:
@@ -173,24 +151,20 @@ def _infeasible(
             ((stage, flying) for stage, limits in enumerate(caps) for flying in limits),
             key=lambda one: chain.memory(cuts[one[0]], cuts[one[0] + 1], one[1]) - caps[one[0]][one[1]],
         )
-        verdict, alone = "no layout keeps every rank under its limit", " by itself"
+        alone = " by itself"
     else:
         cuts = list(found.closest)
         overdrawn = overdrafts(chain, ranks, cuts)
         rank = max(range(len(ranks)), key=lambda rank: overdrawn[rank][0])
         missing, peak = overdrawn[rank]
-        by_stage = {
-            stage: chain.memory(cuts[stage], cuts[stage + 1], count)
-            for stage, count in zip(range(rank, chain.stages, len(ranks)), peak, strict=True)
-        }
-        stage = max(by_stage, key=lambda stage: by_stage[stage])
-        flying = peak[stage // len(ranks)]
+        stages = zip(range(rank, chain.stages, len(ranks)), peak, strict=True)
+        stage, flying = max(stages, key=lambda one: chain.memory(cuts[one[0]], cuts[one[0] + 1], one[1]))
         alone = " together with the other chunks of its rank"
-        verdict = (
-            "no layout keeps every rank under its limit"
-            if found.optimal
-            else "no layout was found that keeps every rank under its limit, though there may be one; raise nodes"
-        )
+    verdict = (
+        "no layout keeps every rank under its limit"
+        if found.optimal or found.closest is None
+        else "no layout was found that keeps every rank under its limit, though there may be one; raise nodes"
+    )
     held, allowed = text(cuts[stage], cuts[stage + 1]), ranks[stage % len(ranks)].limit
     return LayoutInfeasibleError(
         f"{verdict}: the tightest is stage {stage} (pp rank {stage % len(ranks)}, chunk {stage // len(ranks)}), which "

@@ -20,6 +20,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Sequence
 from itertools import count
+from operator import attrgetter
 
 import attrs
 
@@ -37,12 +38,7 @@ from pipegrid.layout.balancing.partition import (
 
 @attrs.frozen
 class RankLimit:
-    """The memory limit of a rank.
-
-    Attributes:
-        limit: memory.
-        peaks: combinations of microbatches in flight per chunk that occur.
-    """
+    """The memory limit of a rank, and the combinations of microbatches in flight per chunk that occur (``peaks``)."""
 
     limit: int
     peaks: tuple[tuple[int, ...], ...]
@@ -83,12 +79,9 @@ def own_caps(ranks: Sequence[RankLimit]) -> tuple[Caps, ...]:
 
 
 def search(chain: Chain, ranks: Sequence[RankLimit], *, nodes: int) -> SearchResult:
-    """The best partition that keeps every rank's limit, with at most ``nodes`` open nodes.
+    """The best partition that keeps every rank's limit, with at most ``nodes`` relaxations per criterion.
 
-    Args:
-        chain: the layers; its number of stages is a multiple of the number of ranks.
-        ranks: the limit of each rank.
-        nodes: most relaxations, per criterion.
+    The number of stages of ``chain`` is a multiple of the number of ``ranks``.
     """
     root = own_caps(ranks)
 
@@ -111,8 +104,8 @@ def search(chain: Chain, ranks: Sequence[RankLimit], *, nodes: int) -> SearchRes
 
     second = _best_first(chain, ranks, spread, root, nodes=nodes)
     # The second search may end without a solution; the first one's remains.
-    solutions = [first.best, *([second.best] if second.best else [])]
-    best = max((measured(chain, node.cuts) for node in solutions), key=lambda partition: partition.floor)
+    solutions = [measured(chain, node.cuts) for node in (first.best, second.best) if node is not None]
+    best = max(solutions, key=attrgetter("floor"))
     return SearchResult(best, first.bound, first.complete and second.complete)
 
 
@@ -136,15 +129,14 @@ def _best_first(
     root = solve(root_caps, 0)
     if root is None:
         return _BestFirst(None, None, complete=True)
-    order = count()
+    order, dives = count(), 1
     heap: list[tuple[int, int, int, _Node]] = []
     known = set()
     best: _Node | None = None
     node: _Node | None = root
     closest = root
-    dives = 1
     while node is not None:
-        closest = min(closest, node, key=lambda one: one.overdraft)
+        closest = min(closest, node, key=attrgetter("overdraft"))
         children: list[_Node] = []
         if node.overdraft == 0:
             if best is None or node.bound < best.bound:
@@ -161,7 +153,8 @@ def _best_first(
                 child = solve(caps, node.bound)
                 if child is not None and (best is None or child.bound < best.bound):
                     children.append(child)
-        children.sort(key=_by_bound if dives % 2 else _by_overdraft, reverse=True)
+        by_bound, by_overdraft = attrgetter("bound", "overdraft"), attrgetter("overdraft", "bound")
+        children.sort(key=by_bound if dives % 2 else by_overdraft, reverse=True)
         node = children.pop() if children else None
         for child in children:
             heapq.heappush(heap, (child.bound, child.overdraft, next(order), child))
@@ -171,14 +164,6 @@ def _best_first(
             if best is not None and node.bound >= best.bound:
                 node = None  # nor is any other open node better
     return _BestFirst(best, None if best is None else best.bound, complete=True, closest=closest.cuts)
-
-
-def _by_bound(node: _Node) -> tuple[int, int]:
-    return node.bound, node.overdraft
-
-
-def _by_overdraft(node: _Node) -> tuple[int, int]:
-    return node.overdraft, node.bound
 
 
 def _node(
@@ -196,8 +181,8 @@ def _branches(chain: Chain, ranks: Sequence[RankLimit], node: _Node) -> list[tup
     rank = max(range(len(ranks)), key=lambda rank: overdrawn[rank][0])
     over, peak = overdrawn[rank]
     held = {
-        chunk * len(ranks) + rank: chain.memory(*_span(node.cuts, chunk * len(ranks) + rank), flying)
-        for chunk, flying in enumerate(peak)
+        stage: chain.memory(node.cuts[stage], node.cuts[stage + 1], flying)
+        for stage, flying in zip(range(rank, chain.stages, len(ranks)), peak, strict=True)
     }
     holding = [stage for stage, memory in held.items() if memory > 0]
     branches = []
@@ -214,14 +199,10 @@ def overdrafts(chain: Chain, ranks: Sequence[RankLimit], cuts: Sequence[int]) ->
     """The memory of each rank above its limit (0 for none), and the peak at which it occurs."""
     result = []
     for rank, limit in enumerate(ranks):
-        spans = [_span(cuts, stage) for stage in range(rank, chain.stages, len(ranks))]
+        spans = [(cuts[stage], cuts[stage + 1]) for stage in range(rank, chain.stages, len(ranks))]
         held, peak = max(
             (sum(chain.memory(*span, flying) for span, flying in zip(spans, peak, strict=True)), peak)
             for peak in limit.peaks
         )
         result.append((max(0, held - limit.limit), peak))
     return result
-
-
-def _span(cuts: Sequence[int], stage: int) -> tuple[int, int]:
-    return cuts[stage], cuts[stage + 1]

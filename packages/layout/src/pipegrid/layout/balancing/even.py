@@ -52,13 +52,17 @@ def even(
     ):
         if counted and (given is not None or not ends):
             raise LayoutError(f"account_for_{name} needs ends=True and {end}=None, got ends={ends}, {end}={given}")
-    fixed = _fixed(num_layers, pp, first, last)
+    given_counts = (("first", 0, first), ("last", pp - 1, last))
+    fixed = {rank: integer(count, name, least=0) for name, rank, count in given_counts if count is not None}
+    total = sum(fixed.values())
+    if fixed and (pp == 1 or total > num_layers or (total < num_layers and len(fixed) == pp)):
+        raise LayoutError(f"first={first} and last={last} do not fit {num_layers} layers on {pp} pp ranks")
     counts = [0] * stages
     for rank, count in fixed.items():
         counts[rank::pp] = _shares(count, vpp)
     others = [stage for stage in range(stages) if stage % pp not in fixed]
     embedding = int(account_for_embedding)
-    rest = num_layers - sum(fixed.values()) + embedding
+    rest = num_layers - total + embedding
     # With fewer layers than stages the last stage has the loss alone, which then replaces no layer.
     loss = int(account_for_loss and rest + 1 >= len(others))
     for stage, share in zip(others, _shares(rest + loss, len(others)), strict=True):
@@ -70,16 +74,6 @@ def even(
         layers[0].insert(0, LayerType.embedding)
         layers[stages - 1].append(LayerType.loss)
     return PipelineParallelLayerLayout(layers, pp, grammar=grammar)
-
-
-def _fixed(num_layers: int, pp: int, first: int | None, last: int | None) -> dict[int, int]:
-    """The pp ranks with a number of layers of their own."""
-    given = (("first", 0, first), ("last", pp - 1, last))
-    fixed = {rank: integer(count, name, least=0) for name, rank, count in given if count is not None}
-    total = sum(fixed.values())
-    if fixed and (pp == 1 or total > num_layers or (total < num_layers and len(fixed) == pp)):
-        raise LayoutError(f"first={first} and last={last} do not fit {num_layers} layers on {pp} pp ranks")
-    return fixed
 
 
 def _shares(total: int, parts: int) -> list[int]:

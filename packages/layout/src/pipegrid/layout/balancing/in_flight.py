@@ -12,6 +12,7 @@ these changes, and only the counts there are listed.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import ge
 
 from pipegrid.core.fields import shown
 from pipegrid.layout.errors import LayoutError
@@ -50,7 +51,11 @@ def _peaks(rank: int, pp: int, vpp: int, microbatches: int | None) -> tuple[tupl
     else:
         held = min(held, microbatches * vpp)
         last_backward = microbatches * vpp - held
-    changes = _changes(pp, vpp, microbatches)
+    changes = [  # numbers of chunk forwards after which the chunk changes: ends of the groups of (at most) pp
+        start * vpp + min(pp, microbatches - start) * chunk
+        for start in range(0, microbatches, pp)
+        for chunk in range(1, vpp + 1)
+    ]
     states = {0, last_backward}
     states.update(b for b in changes if b <= last_backward)
     states.update(f - held for f in changes if 0 <= f - held <= last_backward)
@@ -61,16 +66,8 @@ def _peaks(rank: int, pp: int, vpp: int, microbatches: int | None) -> tuple[tupl
         )
         for b in states
     }
-    return tuple(sorted(one for one in counts if not any(one != other and _covers(other, one) for other in counts)))
-
-
-def _changes(pp: int, vpp: int, microbatches: int) -> list[int]:
-    """The numbers of chunk forwards after which the chunk changes: ends of the groups of (at most) pp."""
-    ends: list[int] = []
-    for start in range(0, microbatches, pp):
-        size = min(pp, microbatches - start)
-        ends.extend(start * vpp + size * chunk for chunk in range(1, vpp + 1))
-    return ends
+    covered = {one for one in counts for other in counts if one != other and all(map(ge, other, one))}
+    return tuple(sorted(counts - covered))
 
 
 def _done(actions: int, turn: int, pp: int, vpp: int, microbatches: int) -> int:
@@ -78,10 +75,6 @@ def _done(actions: int, turn: int, pp: int, vpp: int, microbatches: int) -> int:
     groups, rest = divmod(actions, pp * vpp)
     size = min(pp, microbatches - groups * pp)
     return groups * pp + min(max(rest - turn * size, 0), size)
-
-
-def _covers(more: tuple[int, ...], less: tuple[int, ...]) -> bool:
-    return all(a >= b for a, b in zip(more, less, strict=True))
 
 
 def peaks_of(

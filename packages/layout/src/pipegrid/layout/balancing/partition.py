@@ -88,25 +88,14 @@ class Partition:
 def best_partition(chain: Chain, caps: Sequence[Caps]) -> Partition | None:
     """The partition with the least bottleneck, among those the one with the least spread and the earliest cuts.
 
-    Args:
-        chain: the layers.
-        caps: for each stage its caps, possibly none.
-
-    Returns:
-        None where no partition respects caps and bounds.
+    ``caps``: for each stage, possibly none. None where no partition respects caps and bounds.
     """
     ceiling = least_bottleneck(chain, caps)
     return None if ceiling is None else least_spread(chain, caps, ceiling)
 
 
 def least_bottleneck(chain: Chain, caps: Sequence[Caps], *, at_least: int = 0) -> int | None:
-    """The least ceiling that leaves a partition; None where caps and bounds leave none.
-
-    Args:
-        chain: the layers.
-        caps: for each stage its caps, possibly none.
-        at_least: a ceiling that is known to be no higher than the answer.
-    """
+    """The least ceiling, known to be ``at_least`` so high, that leaves a partition; None where there is none."""
     cost = chain.cost
     largest_layer = max((b - a for a, b in pairwise(cost)), default=0)
     bound = max(at_least, largest_layer, -(-cost[-1] // chain.stages))
@@ -141,13 +130,13 @@ def least_spread(chain: Chain, caps: Sequence[Caps], ceiling: int) -> Partition 
         else:
             tried, steps = floor + 1, math.inf
             doubtful, patience = unreachable, 2 * patience
-        rising = _Rising(list(best), same_above=floor)
-        done = _raise_cuts(chain, caps, rising, top, floor=tried, ceiling=ceiling, steps=steps)
+        cuts = list(best)
+        done, same_above = _raise_cuts(chain, caps, cuts, top, floor=tried, ceiling=ceiling, steps=steps)
         if done:
-            best = rising.cuts
+            best = cuts
             floor = _extremes(cost, best)[0]
         else:
-            doubtful = rising.same_above + 1
+            doubtful = max(floor, same_above) + 1
             if done is False:
                 unreachable = doubtful
     return measured(chain, best)
@@ -212,35 +201,15 @@ def _earliest(chain: Chain, limits: Caps, start: int, end: int, ceiling: int) ->
     return start
 
 
-@attrs.define
-class _Rising:
-    """Cuts on their way up.
-
-    Attributes:
-        cuts: present places.
-        same_above: every floor above this one, up to the present one, would have led here by the same raises.
-    """
-
-    cuts: list[int]
-    same_above: int
-
-
 def _raise_cuts(
-    chain: Chain,
-    caps: Sequence[Caps],
-    rising: _Rising,
-    top: Sequence[int],
-    *,
-    floor: int,
-    ceiling: int,
-    steps: float = math.inf,
-) -> bool | None:
-    """Raise the cuts to the least solution above them.
+    chain: Chain, caps: Sequence[Caps], cuts: list[int], top: Sequence[int], *, floor: int, ceiling: int, steps: float
+) -> tuple[bool | None, int]:
+    """Raise ``cuts`` to the least solution above them.
 
-    Returns:
-        True when they are there, False when one has to pass ``top``, None after ``steps`` raises.
+    True when they are there, False when one has to pass ``top``, None after ``steps`` raises; and a floor: every higher
+    one, up to the present one, would have led here by the same raises.
     """
-    cost, cuts, stages = chain.cost, rising.cuts, chain.stages
+    cost, stages, same_above = chain.cost, chain.stages, 0
     checked = [-1] * (stages + 1)  # for each cut, where it was when the begin of the stage before it was checked
     changed = True
     while changed:
@@ -249,9 +218,9 @@ def _raise_cuts(
             start, end = cuts[stage], cuts[stage + 1]
             if cost[end] - cost[start] < floor:
                 end = bisect_left(cost, cost[start] + floor, end + 1)
-                rising.same_above = max(rising.same_above, cost[end - 1] - cost[start])
+                same_above = max(same_above, cost[end - 1] - cost[start])
                 if end > top[stage + 1]:
-                    return False
+                    return False, same_above
                 cuts[stage + 1] = end
                 steps -= 1
         for stage in range(stages - 1, 0, -1):
@@ -262,14 +231,14 @@ def _raise_cuts(
             if caps[stage] or cost[end] - cost[start] > ceiling:
                 cuts[stage] = _earliest(chain, caps[stage], start, end, ceiling)
                 if cuts[stage] > top[stage]:
-                    return False
+                    return False, same_above
                 if cuts[stage] > start:
                     steps -= 1
                     changed = True
         steps -= stages
         if changed and steps < 0:
-            return None
-    return True
+            return None, same_above
+    return True, same_above
 
 
 def _extremes(cost: Sequence[int], cuts: Sequence[int]) -> tuple[int, int]:

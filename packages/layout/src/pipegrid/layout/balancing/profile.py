@@ -39,8 +39,8 @@ class LayerMemory:
         'Ett|tt|t*3|tL'
     """
 
-    fixed: float = attrs.field(default=0)
-    per_microbatch: float = attrs.field(default=0)
+    fixed: float = 0
+    per_microbatch: float = 0
 
     def __attrs_post_init__(self) -> None:
         _amount("LayerMemory.fixed", self.fixed)
@@ -92,21 +92,19 @@ def read_profile(
             raise LayoutError("a limit needs the memory of each layer; pass memory as well")
         return Profile(kinds, cost, unit, None)
     fixed, moving = _memories(_per_layer(memory, kinds, "memory", grammar), kinds)
-    sizes, memory_unit = _exact([*fixed, *moving, *([] if limit is None else _rank_limits(limit, pp))])
+    limits: list[Ratio] = []
+    if _is_sequence(limit):
+        each = enumerate(_one_each(limit, pp, "limit", "pp ranks"))
+        limits = [_amount(f"limit of pp rank {rank}", one) for rank, one in each]
+    elif limit is not None:
+        limits = [_amount("limit", limit)] * pp
+    sizes, memory_unit = _exact([*fixed, *moving, *limits])
     n = len(kinds)
-    limits = None if limit is None else sizes[2 * n :]
-    return Profile(kinds, cost, unit, ExactMemory(sizes[:n], sizes[n : 2 * n], limits, memory_unit))
+    return Profile(kinds, cost, unit, ExactMemory(sizes[:n], sizes[n : 2 * n], sizes[2 * n :] or None, memory_unit))
 
 
 def model_layers(costs: Costs, layers: str | Sequence[str] | None, grammar: LayoutGrammar) -> tuple[str, ...]:
-    """The kinds of all layers in model order: from ``layers`` or, where it is None, from ``costs``.
-
-    Args:
-        costs: see `Costs`. Without ``layers``, a mapping has the kinds in its own order, a plain number is one layer,
-            and a sequence is one decoder per number.
-        layers: a layout string without ``|``, or a list of kinds.
-        grammar: the letters and kinds of ``layers`` and ``costs``.
-    """
+    """The kinds of all layers in model order: from ``layers``, else from ``costs``, as `balance` says."""
     if isinstance(layers, str):
         kinds, *more = parse(layers, grammar)
         if more:
@@ -136,8 +134,7 @@ def _per_layer(
         return _one_each(values, len(kinds), what, "layers")
     named = {grammar.kind(kind, where=f"{what}: "): value for kind, value in values.items()}
     counts = {kind: kinds.count(kind) for kind in dict.fromkeys(kinds)}
-    missing = [str(kind) for kind in counts if kind not in named]
-    if missing:
+    if missing := [str(kind) for kind in counts if kind not in named]:
         raise LayoutError(f"{what} has no value for {', '.join(missing)}; it has {', '.join(map(str, named))}")
     sources = {}
     for kind, count in counts.items():
@@ -153,7 +150,6 @@ def _one_each(values: object, count: int, what: str, of: str) -> list[object]:
 
 
 def _memories(values: Sequence[object], kinds: Sequence[str]) -> tuple[list[Ratio], list[Ratio]]:
-    """The fixed and the per-microbatch memory of each layer."""
     fixed, moving = [], []
     for index, (value, kind) in enumerate(zip(values, kinds, strict=True)):
         what = f"memory of layer {index} ({kind!s})"
@@ -193,14 +189,6 @@ def _ratio(value: object) -> Ratio | None:
     if isinstance(value, Rational):
         return int(value.numerator), int(value.denominator)
     return _ratio(float(value)) if isinstance(value, Real) else None
-
-
-def _rank_limits(limit: float | Sequence[float], pp: int) -> list[Ratio]:
-    """One limit per pp rank, from one for all or one for each."""
-    if not _is_sequence(limit):
-        return [_amount("limit", limit)] * pp
-    each = _one_each(limit, pp, "limit", "pp ranks")
-    return [_amount(f"limit of pp rank {rank}", one) for rank, one in enumerate(each)]
 
 
 def _is_sequence(value: object) -> TypeGuard[Sequence[object]]:

@@ -117,22 +117,13 @@ class LayoutReport:
         stages = []
         for stage, (cost, share) in enumerate(zip(self.costs, self.shares, strict=True)):
             rank, chunk = self.layout.position(stage)
-            row: dict[str, object] = {"stage": stage, "pp_rank": rank, "vp_stage": chunk, "cost": cost, "share": share}
-            if self.memory is not None:
-                row["memory"] = self.memory[stage]
-            stages.append(row)
-        data: dict[str, object] = {
-            "stages": stages,
-            "bottleneck": self.bottleneck,
-            "mean": self.mean,
-            "spread": self.spread,
-            "imbalance": self.imbalance,
+            row = {"stage": stage, "pp_rank": rank, "vp_stage": chunk, "cost": cost, "share": share}
+            stages.append(row if self.memory is None else {**row, "memory": self.memory[stage]})
+        data = {"stages": stages} | {
+            name: getattr(self, name) for name in ("bottleneck", "mean", "spread", "imbalance")
         }
-        if self.rank_memory is not None:
-            data["rank_memory"] = list(self.rank_memory)
-        if self.limits is not None:
-            data["limits"] = list(self.limits)
-        return data
+        ranks = {"rank_memory": self.rank_memory, "limits": self.limits}
+        return data | {name: list(each) for name, each in ranks.items() if each is not None}
 
     def __str__(self) -> str:
         return self.table()

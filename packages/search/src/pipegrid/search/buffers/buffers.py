@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Literal
 
@@ -40,8 +41,7 @@ class PositionBuffers:
     arrivals: tuple[SlotArrival, ...] = field(converter=tuple[SlotArrival, ...], repr=False)
 
     def __attrs_post_init__(self) -> None:
-        faults = faults_of(self.plan, self.position, self.arrivals)
-        if faults:
+        if faults := faults_of(self.plan, self.position, self.arrivals):
             count = f"{len(faults)} fault{'s' if len(faults) > 1 else ''}"
             raise PlanError(f"the buffers have {count}:", faults=faults)
 
@@ -77,15 +77,14 @@ class PositionBuffers:
 
     def count(self, what: Literal["received", "kept", "sent", "offloaded"]) -> int:
         """How many have slots: messages received, kept copies of values that skip stages or stay here, and so on."""
-        return sum(_what(self, arrival.message) == what for arrival in self.arrivals)
+        return sum(self._what(arrival.message) == what for arrival in self.arrivals)
 
-
-def _what(buffers: PositionBuffers, message: Buffered) -> str:
-    kind = message.action.kind
-    if kind.is_send or message.on_host:
-        return "sent" if kind.is_send else "offloaded"
-    is_skip = kind is ActionKind.RECV_F and message.action.edge in buffers.plan.graph.skips
-    return "kept" if is_skip or message.peer == buffers.position else "received"
+    def _what(self, message: Buffered) -> str:
+        kind = message.action.kind
+        if kind.is_send or message.on_host:
+            return "sent" if kind.is_send else "offloaded"
+        is_skip = kind is ActionKind.RECV_F and message.action.edge in self.plan.graph.skips
+        return "kept" if is_skip or message.peer == self.position else "received"
 
 
 @frozen(slots=False)
@@ -119,20 +118,18 @@ class PlanBuffers:
         return sum(one.nbytes for one in self.positions)
 
     def __str__(self) -> str:
-        columns: dict[str, list[int]] = {
+        columns: dict[str, Sequence[int]] = {
             name: [one.count(name) for one in self.positions] for name in ("received", "kept", "sent", "offloaded")
         }
         columns |= {
-            "a pool per edge": [*self.by_edge],
+            "a pool per edge": self.by_edge,
             "slots": [one.num_slots for one in self.positions],
             "bytes": [one.nbytes for one in self.positions],
             "host slots": [len(one.host_slots) for one in self.positions],
             "host bytes": [one.host_nbytes for one in self.positions],
         }
         always = ("received", "a pool per edge", "slots")
-        columns = {name: counts for name, counts in columns.items() if any(counts) or name in always}
-        rows = [[f"{one.position:,}"] for one in self.positions]
-        for row, counts in zip(rows, zip(*columns.values(), strict=True), strict=True):
-            row += [f"{one:,}" for one in counts]
-        total = ["all", *(f"{sum(counts):,}" for counts in columns.values())]
-        return text_table(("position", *columns), [*rows, total], right=range(1, len(columns) + 1))
+        columns = {name: (*counts, sum(counts)) for name, counts in columns.items() if any(counts) or name in always}
+        heads = [*(f"{one.position:,}" for one in self.positions), "all"]
+        rows = zip(heads, *([f"{one:,}" for one in counts] for counts in columns.values()), strict=True)
+        return text_table(("position", *columns), list(rows), right=range(1, len(columns) + 1))

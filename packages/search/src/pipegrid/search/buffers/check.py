@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from pipegrid.core.edge import Edge
 from pipegrid.plans.errors import Fault
 from pipegrid.plans.plan import Action, ActionKind, Plan, actions_of
 from pipegrid.plans.plan.dataflow import BACKWARD, FORWARD, dataflow_of
@@ -30,16 +29,14 @@ _MEMORY = {True: "host", False: "device"}
 
 def faults_of(plan: Plan, position: int, arrivals: Sequence[SlotArrival]) -> list[Fault]:
     """What is wrong with the slots of ``position``; nothing where no message comes to a slot that is held."""
-    replay = _Replay(plan, position)
-    if any(arrival.message.action.kind.is_send for arrival in arrivals):
-        replay.add_sends()
+    replay = _Replay(plan, position, sends=any(arrival.message.action.kind.is_send for arrival in arrivals))
     for arrival in arrivals:
         replay.expect(arrival)
     return replay.run()
 
 
 class _Replay:
-    def __init__(self, plan: Plan, position: int) -> None:
+    def __init__(self, plan: Plan, position: int, *, sends: bool) -> None:
         self.plan, self.position = plan, position
         self.faults: list[Fault] = []
         self.flows = dataflow_of(plan)
@@ -64,15 +61,14 @@ class _Replay:
         self.on_host: dict[tuple[int, int], Buffered] = {}  # by stage and piece
         for step, one in enumerate(plan.positions[position]):
             self.first |= {Buffered(a, position): step for a in actions_of(one) if a.kind is ActionKind.OFFLOAD}
+        if sends:
+            self.first |= {one.message: one.step for one in sent_at(plan, self.flows, position)}
+            for message, known in arrivals_known(plan, self.flows, position).items():
+                if known is not None:
+                    self.shown.setdefault(known, []).append(message)
 
     def fault(self, rule: str, text: str, step: int | None = None) -> None:
         self.faults.append(Fault(rule, text, self.position, step))
-
-    def add_sends(self) -> None:
-        self.first |= {one.message: one.step for one in sent_at(self.plan, self.flows, self.position)}
-        for message, step in arrivals_known(self.plan, self.flows, self.position).items():
-            if step is not None:
-                self.shown.setdefault(step, []).append(message)
 
     def expect(self, arrival: SlotArrival) -> None:
         message, slot = arrival.message, arrival.slot
@@ -80,10 +76,7 @@ class _Replay:
             self.fault("unknown-message", f"{_named(message)} is nothing that this position has")
             return
         if message in self.slot_of:
-            self.fault(
-                "duplicate",
-                f"{_named(message)} has two slots, {self.slot_of[message]} and {slot}",
-            )
+            self.fault("duplicate", f"{_named(message)} has two slots, {self.slot_of[message]} and {slot}")
             return
         if arrival.posted > self.first[message]:
             self.fault("late-post", f"{message.action} comes to its slot after its step, at step {arrival.posted}")
@@ -110,13 +103,9 @@ class _Replay:
 
     def post(self, step: int) -> None:
         for arrival in self.posted.get(step, ()):
-            held = self.in_slot.get(arrival.slot)
-            if held is not None:
-                self.fault(
-                    "overwritten",
-                    f"{arrival.message.action} comes to slot {arrival.slot}, whose {held.action} is read later",
-                    max(step, 0),
-                )
+            if (held := self.in_slot.get(arrival.slot)) is not None:
+                text = f"{arrival.message.action} comes to slot {arrival.slot}, whose {held.action} is read later"
+                self.fault("overwritten", text, max(step, 0))
             self.in_slot[arrival.slot] = arrival.message
 
     def take(self, action: Action) -> None:
@@ -137,15 +126,11 @@ class _Replay:
                 if trained and flow.group is None and (self.position, self.position) in flow.links:
                     for made in flow.makers(one, self.position):
                         own |= self.taken.get((flow.producer, made // self.plan.num_slices), set())
-            if stage not in self.plan.forward_only and not self.answered(stage, piece):
-                self.kept |= own
+            edges = (flow.edge for flow, _ in self.flows.leaving(stage, FORWARD, piece))
+            if stage not in self.plan.forward_only and not self.plan.gradient_edges.issuperset(edges):
+                self.kept |= own  # no gradient comes back for all that the forward gives
         for message in own:
             self.holders.setdefault(message, set()).add(reader)
-
-    def answered(self, stage: int, piece: int) -> bool:
-        """Whether a gradient comes back for all that the forward gives."""
-        leaving: list[Edge] = [flow.edge for flow, _ in self.flows.leaving(stage, FORWARD, piece)]
-        return self.plan.gradient_edges.issuperset(leaving)
 
     def readers_that_end(self, action: Action) -> list[tuple[int, int]]:
         """The stages, each with its microbatch, for which ``action`` is one of those after which they are done."""
@@ -155,9 +140,8 @@ class _Replay:
         return [(stage, microbatch) for stage, microbatch in taken if stage in self.plan.forward_only]
 
     def free(self, message: Buffered) -> None:
-        slot = self.slot_of.get(message)
-        if slot is not None and self.in_slot.get(slot) == message:
-            del self.in_slot[slot]
+        if message in self.slot_of and self.in_slot.get(self.slot_of[message]) == message:
+            del self.in_slot[self.slot_of[message]]
 
     def let_go(self, action: Action) -> None:
         if action.kind in (B, I) and (away := self.on_host.pop((action.stage, self.plan.piece_of(action)), None)):
@@ -173,5 +157,4 @@ class _Replay:
 
 
 def _named(message: Buffered) -> str:
-    """A message with its other end."""
     return f"{message.action} {'from' if message.action.kind.is_receive else 'to'} {message.peer}"

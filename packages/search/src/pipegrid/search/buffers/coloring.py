@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from heapq import heappop, heappush
+from itertools import count
 
 from pipegrid.core.edge import Edge
 from pipegrid.core.fields import Index, checked
@@ -131,19 +132,14 @@ def position_buffers(
     slots: dict[Buffered, int] = {}
     free: dict[object, list[int]] = {}
     busy: list[tuple[int, int, object]] = []  # last step, slot, what it takes
-    count = 0
+    numbers = count()
     for message in sorted(lasts, key=posted.__getitem__):
         while busy and busy[0][0] < posted[message]:
             _, slot, kind = heappop(busy)
             heappush(free.setdefault(kind, []), slot)
         kind = message.on_host, size_of[message], None if apart is None else apart(message)
-        there = free.get(kind)
-        if there:
-            slot = heappop(there)
-        else:
-            slot, count = count, count + 1
-        slots[message] = slot
-        heappush(busy, (lasts[message], slot, kind))
+        slots[message] = heappop(free[kind]) if free.get(kind) else next(numbers)
+        heappush(busy, (lasts[message], slots[message], kind))
     arrivals = [SlotArrival(message, posted[message], slots[message], size_of[message]) for message in lasts]
     return PositionBuffers(plan, position, arrivals)
 
@@ -156,12 +152,10 @@ def _sizes(nbytes: int | Mapping[Edge | int, int], messages: Iterable[Buffered])
         edge = message.action.edge
         of, name = (message.action.stage, "stage") if edge is None else (edge, "edge")
         if of not in known:
-            size = nbytes
-            if isinstance(nbytes, Mapping):
-                if of not in nbytes:
-                    has = "messages come here or leave" if edge is not None else "activations go to the host"
-                    raise PlanError(f"nbytes has no size of {name} {of}, whose {has}; give all, or one number")
-                size = nbytes[of]
+            if isinstance(nbytes, Mapping) and of not in nbytes:
+                has = "messages come here or leave" if edge is not None else "activations go to the host"
+                raise PlanError(f"nbytes has no size of {name} {of}, whose {has}; give all, or one number")
+            size = nbytes[of] if isinstance(nbytes, Mapping) else nbytes
             known[of] = checked(size, Index, f"nbytes of {name} {of}", PlanError)
         found[message] = known[of]
     return found

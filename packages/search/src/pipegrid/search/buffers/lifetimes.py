@@ -92,23 +92,15 @@ def lifetimes(
         for message, step, _, _ in sent_at(plan, flows, position):
             last = shown[message]
             found[message] = Lifetime(step, end if last is None else last)
-    if "offload" in kinds:
-        found |= _on_host(plan, position)
-    return found
-
-
-def _on_host(plan: Plan, position: int) -> dict[Buffered, Lifetime]:
-    """Activations on the host: from their ``OFFLOAD`` to the first half of their backward."""
+    # Activations on the host: from their OFFLOAD to the first half of their backward.
     started: dict[tuple[int, int], tuple[Buffered, int]] = {}
-    found: dict[Buffered, Lifetime] = {}
-    for step, one in enumerate(plan.positions[position]):
+    for step, one in enumerate(plan.positions[position]) if "offload" in kinds else ():
         for action in actions_of(one):
             if action.kind is ActionKind.OFFLOAD:
                 started[action.stage, plan.piece_of(action)] = Buffered(action, position), step
-            elif action.kind in (ActionKind.B, ActionKind.I):
-                away = started.pop((action.stage, plan.piece_of(action)), None)
-                if away is not None:
-                    found[away[0]] = Lifetime(away[1], step)
+            elif action.kind in (ActionKind.B, ActionKind.I) and (action.stage, plan.piece_of(action)) in started:
+                message, first = started.pop((action.stage, plan.piece_of(action)))
+                found[message] = Lifetime(first, step)
     return found
 
 
@@ -120,15 +112,11 @@ def posts(received: Mapping[Buffered, int], lane_of: Mapping[Buffered, tuple[obj
         lane_of: the lane of each message, whose receives are posted in order, and how many of it are posted before
             their turn: at the start of a step the first ones, and at the turn of each the next.
     """
-    lanes: dict[object, list[Buffered]] = {}
-    for message in received:
-        lanes.setdefault(lane_of[message][0], []).append(message)
+    lanes: dict[object, list[int]] = {}  # the steps of its receives so far
     found = {}
-    for messages in lanes.values():
-        for number, message in enumerate(messages):
-            ahead = lane_of[message][1]
-            if not ahead:
-                found[message] = received[message]
-            else:
-                found[message] = received[messages[number - ahead]] if number >= ahead else -1
-    return {message: found[message] for message in received}
+    for message, step in received.items():
+        lane, ahead = lane_of[message]
+        steps = lanes.setdefault(lane, [])
+        steps.append(step)
+        found[message] = steps[-1 - ahead] if len(steps) > ahead else -1
+    return found

@@ -78,16 +78,15 @@ def _ways(problem: RoutedProblem) -> _Ways:
         for stage, place in enumerate(problem.position)
     ]
     times = [tuple([time / fastest[stage] for time in problem.durations[stage]]) for stage in stages]
-    modules = problem.modules
-    uneven = bool(routes.skips or routes.every)
+    modules, position = problem.modules, problem.position
     edges = [
-        (source, destination, lag if problem.position[source] != problem.position[destination] else 0.0)
+        (source, destination, lag if position[source] != position[destination] else 0.0)
         for source, destination, lag in problem.messages
-        if not uneven or modules[source] == modules[destination]
+        if not (routes.skips or routes.every) or modules[source] == modules[destination]
     ]
     trained = [stage not in problem.forward_only for stage in stages]
-    sources: list[list[tuple[int, float]]] = [[(a, lag) for a, b, lag in edges if b == s] for s in stages]
-    followers: list[list[tuple[int, float]]] = [[(b, lag) for a, b, lag in edges if a == s] for s in stages]
+    sources = [[(a, lag) for a, b, lag in edges if b == s] for s in stages]
+    followers = [[(b, lag) for a, b, lag in edges if a == s] for s in stages]
     width = routes.num_replicas
     head, turn, up, down = ([0.0 for _ in stages] for _ in range(4))
     first: tuple[list[list[float]], list[list[float]]] = ([[] for _ in stages], [[] for _ in stages])

@@ -133,9 +133,7 @@ def lost_rank_costs(
         (0, 15.0, 24.0)
     """
     if checked(num_replicas, Count, "num_replicas", PlanError) < 2:
-        raise PlanError(
-            "num_replicas is 1; the units of a dead rank go to its peers in other replicas, give at least 2"
-        )
+        raise PlanError("num_replicas is 1; a dead rank's units go to its peers in other replicas, give at least 2")
     costs = costs or unit_costs(plan)
     undisturbed, rows = simulate(plan, costs), []
     for position in range(plan.num_positions) if positions is None else positions:
@@ -175,14 +173,8 @@ def lost_rank_table(rows: Sequence[LostRank]) -> str:
     headings = ["dead at", "whole", *(f"room +{extra}" for extra in range(most)), "bound", "enough room, per position"]
     cells = []
     for row in rows:
-        last = row.makespans[-1]
-        trade = [*row.makespans, *([last] * (most - len(row.makespans)))]
-        cells.append(
-            (
-                f"stage {row.position}",
-                *(f"{makespan:g} {row.share(makespan)}" for makespan in (row.whole, *trade)),
-                f"{row.bound:g}",
-                " ".join(f"{more:g}" for more in row.room),
-            )
-        )
+        trade = [row.whole, *row.makespans, *([row.makespans[-1]] * (most - len(row.makespans)))]
+        figures = (f"{makespan:g} {row.share(makespan)}" for makespan in trade)
+        room = " ".join(f"{more:g}" for more in row.room)
+        cells.append((f"stage {row.position}", *figures, f"{row.bound:g}", room))
     return text_table(headings, cells, right=range(1, len(headings) - 1)) + "\n"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import starmap
 from typing import get_args
 
 from attrs import field, frozen
@@ -91,9 +92,7 @@ def schedule_routes(
     problem = routed_problem(plan, routes, costs, memory_limit, speeds=speeds, whole=whole)
     bound = routed_bound(problem)
     found = improved(problem, bound, effort)
-    orders = {
-        actor: [Action(kind, stage, unit) for kind, stage, unit in order] for actor, order in found.orders.items()
-    }
+    orders = {actor: list(starmap(Action, order)) for actor, order in found.orders.items()}
     routes = problem.routes
     routed = compute_plan(
         [orders.get(Actor(p, r), []) for r in range(routes.num_replicas) for p in range(plan.num_positions)],
@@ -129,17 +128,9 @@ def routed_problem(
         raise PlanError(f"memory_limit has {len(given)} numbers; the plan has {plan.num_positions} positions")
     if routes.is_identity:  # then a plan has one order per position
         routes = Routes.identity(1, routes.units[0])
-    problem = RoutedProblem(
-        routes,
-        plan.graph,
-        plan.placement,
-        costs,
-        activation_sizes(plan, costs),
-        tuple([as_limit(limit) for limit in given]),
-        as_speeds(speeds),
-        frozenset(plan.forward_only),
-        whole,
-    )
+    sizes, limits, without = activation_sizes(plan, costs), tuple(map(as_limit, given)), frozenset(plan.forward_only)
+    pace = as_speeds(speeds)
+    problem = RoutedProblem(routes, plan.graph, plan.placement, costs, sizes, limits, pace, without, whole)
     for position, limit in enumerate(problem.limits):
         if problem.held(position) > limit * (1 + 1e-9):
             raise PlanError(
@@ -163,8 +154,7 @@ def improved(problem: RoutedProblem, goal: float, effort: float) -> Listed:
             for _ in range((1, 2, 4)[int(rng.random() * 3)]):
                 younger[int(rng.random() * units)] += (-2.0, -1.0, -0.5, 0.5, 1.0, 2.0)[int(rng.random() * 6)]
         found = list_schedule(problem, Policy(first, younger=younger, later=False))
-        late = math.fsum(max(0.0, end - goal) for end in found.ends.values())
-        value = (found.makespan, late)
+        value = found.makespan, math.fsum(max(0.0, end - goal) for end in found.ends.values())
         if best is None or value <= best[0]:
             best = (value, first, younger, found)
         if found.makespan <= goal * (1 + 1e-9):

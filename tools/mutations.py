@@ -195,8 +195,8 @@ MUTATIONS = (
     ),
     Mutation(
         "transport/lane/landing.py",
-        "return nbytes is not None and size > 0 and nbytes <= size",
-        "return nbytes is not None and size > 0",
+        "return alone and size > 0 and nbytes <= size",
+        "return alone and size > 0",
         "a message is sent to a receive that is too small for it",
         "test_transport_beside_headers.py",
     ),

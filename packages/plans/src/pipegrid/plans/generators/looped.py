@@ -74,7 +74,7 @@ def interleaved_1f1b(
             steps += [tuple(both)] if overlap and len(both) == 2 else both
         return steps
 
-    return chain_plan(map(order, range(num_positions)), looped_placement(num_positions, stages), num_microbatches)
+    return chain_plan(order, num_positions, num_microbatches, looped_placement(num_positions, stages))
 
 
 @checked_arguments(PlanError)
@@ -127,9 +127,7 @@ def interleaved_zero_bubble(
                 split.append(owed.popleft())
         return [*split, *owed]
 
-    return chain_plan(
-        map(order, range(num_positions)), looped_placement(num_positions, whole.num_stages), num_microbatches
-    )
+    return chain_plan(order, num_positions, num_microbatches, looped_placement(num_positions, whole.num_stages))
 
 
 @checked_arguments(PlanError)
@@ -156,7 +154,7 @@ def looped_bfs(
             backward(stage, m) for stage in reversed(own) for m in microbatches
         ]
 
-    return chain_plan(map(order, range(num_positions)), looped_placement(num_positions, stages), num_microbatches)
+    return chain_plan(order, num_positions, num_microbatches, looped_placement(num_positions, stages))
 
 
 @checked_arguments(PlanError)
@@ -179,17 +177,16 @@ def forward_only(
             for m in range(first, min(first + num_positions, num_microbatches))
         ]
 
-    placement = looped_placement(num_positions, stages)
-    return chain_plan(map(order, range(num_positions)), placement, num_microbatches, forward_only=True)
+    return chain_plan(
+        order, num_positions, num_microbatches, looped_placement(num_positions, stages), forward_only=True
+    )
 
 
 def _num_stages(num_positions: int, num_chunks: int, num_stages: int | None) -> int:
     most = num_positions * num_chunks
-    if num_stages is None:
-        return most
-    if not most - num_positions < num_stages <= most:
-        few = most - num_positions + 1
+    few = most - num_positions + 1
+    if num_stages is not None and not few <= num_stages <= most:
         raise PlanError(
             f"num_stages is {num_stages}; {num_chunks} chunks on {num_positions} positions are {few}..{most}"
         )
-    return num_stages
+    return most if num_stages is None else num_stages

@@ -11,11 +11,10 @@ from pipegrid.core.fields import Count, checked_arguments, nearest, shown
 from pipegrid.plans.errors import PlanError
 from pipegrid.plans.generators.controllable_memory import v_half, v_min
 from pipegrid.plans.generators.looped import forward_only, interleaved_1f1b, interleaved_zero_bubble, looped_bfs
-from pipegrid.plans.generators.one_stage import gpipe, one_f_one_b
+from pipegrid.plans.generators.one_stage import gpipe, one_f_one_b, zero_bubble_h1, zero_bubble_h2
 from pipegrid.plans.generators.sliced import seq1f1b, seq1f1b_interleaved, seq1f1b_zero_bubble
 from pipegrid.plans.generators.u_shaped import u_shape
 from pipegrid.plans.generators.v_shaped import dualpipe_v, zero_bubble_v
-from pipegrid.plans.generators.zero_bubble import zero_bubble_h1, zero_bubble_h2
 from pipegrid.plans.plan import Plan
 
 

@@ -152,11 +152,12 @@ class _ListScheduler:
             for one in self.others
             if one.action.kind is not F or (self._fits(one) and (not warm or all(self.warm[a] for a in one.actors)))
         ]
-        return min(candidates, key=self._rank, default=None)
-
-    def _rank(self, one: _Operation) -> tuple[float, bool, tuple[float, int, int]]:
-        """The first to start; of these the first by its date, and weight gradients of other replicas last."""
-        return self._start(one), not one.at_home and one.action.kind is W, one.order
+        # The first to start; of these the first by its date, and weight gradients of other replicas last.
+        return min(
+            candidates,
+            key=lambda one: (self._start(one), not one.at_home and one.action.kind is W, one.order),
+            default=None,
+        )
 
     def _start(self, one: _Operation) -> float:
         return max(one.ready, *(self.free[actor] for actor in one.actors))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 from pipegrid.plans.plan import Action, Plan, Step, actions_of, compute_plan
 from pipegrid.plans.plan.actions import backward, forward, input_backward, weight_backward
@@ -34,14 +34,14 @@ class OrderBuilder:
         self._done: dict[tuple[str, int], int] = {}
         self._owed: deque[tuple[int, int]] = deque()
 
+    def _add(self, make: Callable[[int, int], Action], stage: int, microbatch: int) -> None:
+        if microbatch < self._count:
+            self.order.append(make(stage, microbatch))
+
     def _next(self, verb: str, stage: int) -> int:
         microbatch = self._done.get((verb, stage), 0)
         self._done[verb, stage] = microbatch + 1
         return microbatch
-
-    def _add(self, make: Callable[[int, int], Action], stage: int, microbatch: int) -> None:
-        if microbatch < self._count:
-            self.order.append(make(stage, microbatch))
 
     def f(self, stage: int) -> None:
         """The next forward of ``stage``."""
@@ -91,13 +91,19 @@ def split_order(stage: int, num_microbatches: int, *, warmup: int, delay: int) -
 
 
 def chain_plan(
-    orders: Iterable[Sequence[Step]], placement: tuple[int, ...], num_microbatches: int, *, forward_only: bool = False
+    order: Callable[[int], Sequence[Step]],
+    num_positions: int,
+    num_microbatches: int,
+    placement: tuple[int, ...] | None = None,
+    *,
+    forward_only: bool = False,
 ) -> Plan:
-    """The plan of ``orders``, one per position, over a chain of ``len(placement)`` stages."""
+    """The plan of ``order(position)`` on each position, over a chain whose stages lie as in ``placement``."""
+    places = looped_placement(num_positions, num_positions) if placement is None else placement
     return compute_plan(
-        list(orders),
-        graph=len(placement),
-        placement=placement,
+        [order(position) for position in range(num_positions)],
+        graph=len(places),
+        placement=places,
         num_microbatches=num_microbatches,
-        forward_only=range(len(placement)) if forward_only else (),
+        forward_only=range(len(places)) if forward_only else (),
     )

@@ -141,25 +141,23 @@ def from_csv(text: Text, *, num_microbatches: Count | None = None, num_stages: C
 
 def _is_implied_by_its_table(plan: Plan) -> bool:
     """Whether the table of steps alone reads back to ``plan``: a chain in which every stage acts at home."""
-    count, stages = plan.num_microbatches, plan.num_stages
-    if plan.routes is not None:
-        return False
-    trains = False
-    forwards = set()
-    for position in range(plan.num_positions):
-        for action in plan.actions(position):
-            if not action.kind.is_compute or action.stage >= stages:
-                return False
-            if plan.placement[action.stage] != (position,) or (action.microbatch or 0) >= count:
-                return False
-            if action.kind is ActionKind.F:
-                forwards.add((action.stage, plan.piece_of(action)))
-            trains = trains or action.kind is not ActionKind.F
+    stages = plan.num_stages
+    acting = [(position, action) for position in range(plan.num_positions) for action in plan.actions(position)]
+    forwards = {(action.stage, plan.piece_of(action)) for _, action in acting if action.kind is ActionKind.F}
+    trains = any(action.kind is not ActionKind.F for _, action in acting)
     return (
-        plan.graph == chain(stages)
-        and len(forwards) == stages * plan.num_pieces
-        and plan.forward_only == (() if trains else tuple(range(stages)))
+        plan.routes is None
+        and plan.graph == chain(stages)
         and not plan.groups
+        and plan.forward_only == (() if trains else tuple(range(stages)))
+        and len(forwards) == stages * plan.num_pieces
+        and all(
+            action.kind in COMPUTES
+            and action.stage < stages
+            and plan.placement[action.stage] == (position,)
+            and (action.microbatch or 0) < plan.num_microbatches
+            for position, action in acting
+        )
     )
 
 

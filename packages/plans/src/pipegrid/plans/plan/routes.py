@@ -65,28 +65,23 @@ def _moves(value: Any) -> tuple[Move, ...]:
     return tuple(sorted(value))
 
 
+def _by_module(value: Any, rule: Any, what: str) -> list[tuple[str, Any]]:
+    pairs = dict(value.items() if isinstance(value, Mapping) else value)
+    return [
+        (checked(name, Name, f"a module of {what}", PlanError), checked(given, rule, f"{what}[{name!r}]", PlanError))
+        for name, given in sorted(pairs.items())
+    ]
+
+
 def _skips(value: Any) -> tuple[tuple[str, Units], ...]:
     """Per module, ascending by name, the units that skip it; without modules that no unit skips."""
-    pairs = dict(value.items() if isinstance(value, Mapping) else value)
-    what = "Routes.skips"
-    return tuple(
-        (
-            checked(name, Name, f"a module of {what}", PlanError),
-            tuple(sorted(set(checked(tuple(units), Units, f"{what}[{name!r}]", PlanError)))),
-        )
-        for name, units in sorted(pairs.items())
-        if tuple(units)
-    )
+    found = _by_module(value, Units, "Routes.skips")
+    return tuple((name, tuple(sorted(set(units)))) for name, units in found if units)
 
 
 def _every(value: Any) -> tuple[tuple[str, int], ...]:
     """Per module, ascending by name, the units of a call; without modules that are called for each unit."""
-    pairs = dict(value.items() if isinstance(value, Mapping) else value)
-    found = [
-        (checked(name, Name, "a module of every", PlanError), checked(count, Count, f"every[{name!r}]", PlanError))
-        for name, count in sorted(pairs.items())
-    ]
-    return tuple((name, count) for name, count in found if count > 1)
+    return tuple((name, count) for name, count in _by_module(value, Count, "every") if count > 1)
 
 
 def _actors(value: Iterable[Actor]) -> tuple[Actor, ...]:
@@ -245,11 +240,8 @@ class Routes:
 
     def living(self, position: int) -> tuple[int, ...]:
         """The replicas in which ``position`` takes part, ascending."""
-        return tuple([r for r in range(self.num_replicas) if Actor(position, r) not in self._dead])
-
-    @cached_property
-    def _dead(self) -> frozenset[Actor]:
-        return frozenset(self.dead)
+        dead = {actor.replica for actor in self.dead if actor.position == position}
+        return tuple([replica for replica in range(self.num_replicas) if replica not in dead])
 
     def lines(self) -> Iterator[str]:
         """The routes as lines of text, which `from_text` of a plan and `routes_from_text` read."""

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 
 from pipegrid.core.graph import ModuleGraph
 from pipegrid.plans.errors import PlanError
-from pipegrid.plans.plan.routes import Routes
+from pipegrid.plans.plan.routes import Actor, Routes
 
 
 def check_routes(
@@ -100,15 +100,9 @@ def _check_moves(routes: Routes, graph: ModuleGraph) -> None:
 
 def _check_living(routes: Routes, graph: ModuleGraph, placement: Sequence[Sequence[int]]) -> None:
     """No call leads to a dead actor."""
-    dead = {(actor.position, actor.replica): actor for actor in routes.dead}
-    for stage, places in enumerate(placement if dead else ()):
-        module, _ = graph.module_of(stage)
-        for unit in routes.calls(module):
-            replica = routes.of(unit, stage)
-            for place in places:
-                if (place, replica) in dead:
-                    raise PlanError(
-                        f"stage {stage} of unit {routes.name(unit)} is computed by actor {dead[place, replica]}, which "
-                        "is dead; move it",
-                        path="routes.moves",
-                    )
+    for stage, places in enumerate(placement if routes.dead else ()):
+        for unit in routes.calls(graph.module_of(stage)[0]):
+            for actor in (Actor(place, routes.of(unit, stage)) for place in places):
+                if actor in routes.dead:
+                    what = f"stage {stage} of unit {routes.name(unit)} is computed by actor {actor}, which is dead"
+                    raise PlanError(f"{what}; move it", path="routes.moves")

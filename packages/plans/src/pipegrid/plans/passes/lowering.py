@@ -169,7 +169,10 @@ class _Line:
 def _line(
     plan: Plan, computes: Sequence[Sequence[Action]], duration: Callable[[Action], float], ahead: int | None
 ) -> _Line:
-    durations = None if duration is unit_duration else [[_checked(duration, a) for a in own] for own in computes]
+    durations = None
+    if duration is not unit_duration:
+        what = "duration({})".format
+        durations = [[float(checked(duration(a), Amount, what(a), PlanError)) for a in own] for own in computes]
     starts, ends, order = play(plan, Costs(), durations)
     start: Sequence[Sequence[float]] = starts
     end: Sequence[Sequence[float]] = ends
@@ -213,7 +216,13 @@ def _held_back(plan: Plan, computes: Sequence[Sequence[Action]], start: Times, e
         consumers = [edge.destination for edge in plan.graph.stage_edges if edge.source == stage]
         if not consumers or any(len(plan.stages_at[place]) > 1 for place in plan.placement[stage]):
             continue
-        used = [_forward_dates(plan, consumer, computes, starts) for consumer in consumers]
+        used = []  # per consumer and microbatch, when it starts its forward
+        for consumer in consumers:
+            place, dates = plan.placement[consumer][0], [math.inf] * plan.num_microbatches
+            for action, date in zip(computes[place], starts[place], strict=True):
+                if action.kind is F and action.stage == consumer:
+                    dates[action.microbatch or 0] = min(date, dates[action.microbatch or 0])
+            used.append(dates)
         needed = [min(dates) for dates in zip(*used, strict=True)]
         for place in plan.placement[stage]:
             order = [action.microbatch or 0 for action in computes[place]]
@@ -227,37 +236,11 @@ def _held_back(plan: Plan, computes: Sequence[Sequence[Action]], start: Times, e
     return starts, ends
 
 
-def _forward_dates(
-    plan: Plan, stage: int, computes: Sequence[Sequence[Action]], starts: Sequence[Sequence[float]]
-) -> list[float]:
-    """Per microbatch, when ``stage`` starts its forward."""
-    place = plan.placement[stage][0]
-    dates = [math.inf] * plan.num_microbatches
-    for action, date in zip(computes[place], starts[place], strict=True):
-        if action.kind is F and action.stage == stage:
-            microbatch = action.microbatch or 0
-            dates[microbatch] = min(date, dates[microbatch])
-    return dates
-
-
-def _checked(duration: Callable[[Action], float], action: Action) -> float:
-    return float(checked(duration(action), Amount, f"duration({action})", PlanError))
-
-
 _Event: TypeAlias = tuple[int, int, int, int]
 """A transfer of one microbatch: its place in the line, that of its last maker, the number of its flow, microbatch.
 
 Plain tuples of numbers, as there are hundreds of thousands: the garbage collector does not visit those.
 """
-
-
-def _events(line: _Line, flows: Sequence[EdgeFlow], receives: Receives) -> list[_Event]:
-    events: list[_Event] = []
-    for number, flow in enumerate(flows):
-        made = line.last(flow)
-        places = _late_places(line, flow, made) if receives == "late" else [place + 1 for place in made]
-        events += [(place, last, number, piece) for place, last, piece in zip(places, made, flow.pieces, strict=True)]
-    return events
 
 
 def _late_places(line: _Line, flow: EdgeFlow, made: Sequence[int]) -> list[int]:
@@ -345,8 +328,12 @@ def _steps(plan: Plan, computes: Sequence[Sequence[Action]], line: _Line, receiv
     writers = [_Writer(own) for own in computes]
     count = plan.num_microbatches, plan.num_slices
     parties = [[_party(flow, place, writers[place], line, count) for place in flow.parties] for flow in flows]
-    events, members = _events(line, flows, receives), [flow.parties for flow in flows]
-    alone = [flow.group is not None for flow in flows]
+    events: list[_Event] = []
+    for number, flow in enumerate(flows):
+        made = line.last(flow)
+        at = _late_places(line, flow, made) if receives == "late" else [place + 1 for place in made]
+        events += [(place, last, number, piece) for place, last, piece in zip(at, made, flow.pieces, strict=True)]
+    members, alone = [flow.parties for flow in flows], [flow.group is not None for flow in flows]
     for action, places, last in _averages(plan, dataflow, computes, line):
         events.append((last + 1, last, len(parties), 0))
         parties.append([_Party(writers[place], line.at[place], frozenset(), [(action,)]) for place in places])
@@ -410,11 +397,7 @@ def _exchanges(
         # Keys that begin with equal parties are of one length, so no two transfers of others have equal keys.
         befores = [bisect_left(at, place) for at in ats[number]]
         key = (same[number], *befores, number, microbatch) if alone[number] else (same[number], *befores)
-        exchange = exchanges.get(key)
-        if exchange is None:
-            exchanges[key] = [(number, microbatch)]
-        else:
-            exchange.append((number, microbatch))
+        exchanges.setdefault(key, []).append((number, microbatch))
     return exchanges.items()
 
 

@@ -92,8 +92,8 @@ class _PositionStays:
     def steps(self, steps: Sequence[Step]) -> Sequence[Step]:
         """The steps with copies."""
         computes = [actions_of(step) for step in steps if actions_of(step)[0].kind.is_compute]  # a pair is one
-        live = self._live(computes)
-        if max(live, default=0.0) <= self.limit:
+        self._fill(computes)
+        if all(self._held(index) <= self.limit for index in range(len(computes))):
             return steps
         self._shorten(len(computes))
         before, after = self._copies(len(computes))
@@ -109,19 +109,17 @@ class _PositionStays:
                 count += 1
         return placed
 
-    def _live(self, computes: Sequence[Sequence[Action]]) -> list[float]:
-        """Make the stays; memory during each compute."""
+    def _fill(self, computes: Sequence[Sequence[Action]]) -> None:
+        """Make the stays."""
         open_stays: dict[tuple[int, int | None], _Stay] = {}
         for index, action in ((index, action) for index, step in enumerate(computes) for action in step):
-            key, size = (action.stage, action.microbatch), self.sizes[action.stage]
+            key = action.stage, action.microbatch
             if action.kind is F:
-                stay = open_stays[key] = _Stay(action, size, index, index, -1)
-                self.stays.append(stay)
-            elif key in open_stays:
-                stay = open_stays[key]
+                open_stays[key] = _Stay(action, self.sizes[action.stage], index, index, -1)
+            elif (stay := open_stays.get(key)) is not None:
                 stay.last = index
                 stay.used = index if action.kind is not W else stay.used
-        return [self._held(index) for index in range(len(computes))]
+        self.stays += open_stays.values()
 
     def _held(self, index: int) -> float:
         return sum(stay.size for stay in self.stays if stay.first <= index <= stay.last)
@@ -144,13 +142,9 @@ class _PositionStays:
                 hidden = [stay for stay in idle if stay.first < index - 1] or (idle if over else [])
                 if not hidden:
                     break
-                self._cut(max(hidden, key=lambda stay: stay.used), index)
-
-    def _cut(self, stay: _Stay, index: int) -> None:
-        """End a stay before compute ``index``; another begins where there is room for it, near its use."""
-        back = _Stay(stay.action, stay.size, stay.used, stay.last, stay.used, False, stay.ends)
-        stay.last, stay.ends = index - 1, False
-        self.stays.append(back)
+                stay = max(hidden, key=lambda stay: stay.used)
+                self.stays.append(_Stay(stay.action, stay.size, stay.used, stay.last, stay.used, False, stay.ends))
+                stay.last, stay.ends = index - 1, False
 
     def _copies(self, count: int) -> tuple[list[list[Action]], list[list[Action]]]:
         """The actions before and after each compute."""

@@ -65,8 +65,7 @@ def _moves(value: Any) -> tuple[Move, ...]:
     return tuple(sorted(value))
 
 
-def _by_module(value: Any, rule: Any, what: str) -> list[tuple[str, Any]]:
-    pairs = dict(value.items() if isinstance(value, Mapping) else value)
+def _by_module(pairs: Mapping[str, Any], rule: Any, what: str) -> list[tuple[str, Any]]:
     return [
         (checked(name, Name, f"a module of {what}", PlanError), checked(given, rule, f"{what}[{name!r}]", PlanError))
         for name, given in sorted(pairs.items())
@@ -75,13 +74,13 @@ def _by_module(value: Any, rule: Any, what: str) -> list[tuple[str, Any]]:
 
 def _skips(value: Any) -> tuple[tuple[str, Units], ...]:
     """Per module, ascending by name, the units that skip it; without modules that no unit skips."""
-    found = _by_module(value, Units, "Routes.skips")
-    return tuple((name, tuple(sorted(set(units)))) for name, units in found if units)
+    given = {name: tuple(units) for name, units in dict(value).items() if tuple(units)}
+    return tuple((name, tuple(sorted(set(units)))) for name, units in _by_module(given, Units, "Routes.skips"))
 
 
 def _every(value: Any) -> tuple[tuple[str, int], ...]:
     """Per module, ascending by name, the units of a call; without modules that are called for each unit."""
-    return tuple((name, count) for name, count in _by_module(value, Count, "every") if count > 1)
+    return tuple((name, count) for name, count in _by_module(dict(value), Count, "every") if count > 1)
 
 
 def _actors(value: Iterable[Actor]) -> tuple[Actor, ...]:

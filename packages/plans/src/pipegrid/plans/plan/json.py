@@ -3,8 +3,8 @@
 A plan is an object with ``microbatches``, ``modules`` (pairs of name and depth), ``edges`` (pairs of names),
 ``placement`` (positions of each stage), ``forward_only``, ``groups`` (name, positions, edges and tied stages) and
 ``positions``: per position its steps: an action as its token, a batch as a list of tokens, a pair as ``"(3F7;1B4)"``.
-Optional: ``edges``, ``skips`` (``"0>2"``), ``forward_only``, ``groups``, ``slices`` (of each microbatch), ``routes``, and
-a group's ``edges`` and ``tied``. Routes are ``{"units": [4, 4], "moves": {"1": {"0@1": 0}}, ...}``: moves by stage and unit.
+Optional: ``edges``, ``skips`` (``"0>2"``), ``forward_only``, ``groups``, ``slices`` (of each microbatch), ``routes``,
+and a group's ``edges`` and ``tied``. Routes: ``{"units": [4, 4], "moves": {"1": {"0@1": 0}}, ...}``, moves by stage.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import groupby
+from operator import attrgetter
 
 from pipegrid.core.edge import Direction
 from pipegrid.plans.errors import Fault
@@ -133,24 +134,14 @@ def deadlock(cycle: Sequence[tuple[Wait, Wait]], positions: Sequence[Sequence[St
         else "move one of these actions, or issue those that wait as one batch"
     )
     lines = [f"\n      {place(wait)} waits for {place(setter)}" for wait, setter in cycle]
-    position, step = cycle[0][0].position, cycle[0][0].step
-    return Fault(
-        "cycle",
-        f"{len(cycle)} positions wait for each other in a cycle; {remedy}{''.join(lines)}",
-        position,
-        step,
-    )
+    text = f"{len(cycle)} positions wait for each other in a cycle; {remedy}{''.join(lines)}"
+    return Fault("cycle", text, cycle[0][0].position, cycle[0][0].step)
 
 
 def _part_text(step: Step, part: int) -> str:
     """A part of a batch whose messages block in order (those of one flow), and the batch."""
-    parts = [list(own) for _, own in groupby(actions_of(step), _flow_of)]
-    return (
-        step_text(step)
-        if len(parts) == 1 or is_pair(step)
-        else f"{' '.join(map(str, parts[part]))} of {step_text(step)}"
-    )
-
-
-def _flow_of(action: Action) -> tuple[object, ...]:
-    return action.edge, action.direction, action.microbatch, action.slice, action.group
+    flow = attrgetter("edge", "direction", "microbatch", "slice", "group")
+    parts = [list(own) for _, own in groupby(actions_of(step), flow)]
+    if len(parts) == 1 or is_pair(step):
+        return step_text(step)
+    return f"{' '.join(map(str, parts[part]))} of {step_text(step)}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 from attrs import Factory, define
 
@@ -15,13 +14,6 @@ from pipegrid.plans.verify.explain import out_of_sequence, step_of, unknown_micr
 from pipegrid.plans.verify.table import ActionRule, EventIds, PositionTable, RuleKey
 
 F, W = ActionKind.F, ActionKind.W
-
-
-class GroupCall(NamedTuple):
-    """One position's part in what several positions do together: what must be the same for all, and the step."""
-
-    same: str
-    step: int
 
 
 @define(eq=False)
@@ -43,14 +35,14 @@ class PositionVerifier:
 
     ``faults``: what is wrong whatever the other positions do. ``program``: the events, for `deadlock.play`. ``sent``
     and ``received``: per lane, the messages in order. ``exchanges``: per partner, with shared lanes. ``calls``: in
-    order, per group its collectives, and per shared stage its computes.
+    order, per group its collectives, and per shared stage its computes: what must be the same for all, and the step.
     """
 
     def __init__(self, table: PositionTable, steps: Sequence[Step]) -> None:
         self.table, self.position, self.steps = table, table.position, steps
         self.faults: list[Fault] = []
         self.program = Program()
-        self.calls: dict[str | int, list[GroupCall]] = {
+        self.calls: dict[str | int, list[tuple[str, int]]] = {
             **{name: [] for name, members in table.ids.dataflow.groups.items() if table.position in members},
             **{stage: [] for stage, places in table.ids.dataflow.shared if table.position in places},
         }
@@ -119,11 +111,11 @@ class PositionVerifier:
         """Set the flag of the action, ``piece`` away from its rule. False: unknown or done; a fault: an input lacks."""
         flags, done = self.flags, rule.done + piece
         if piece >= self.table.num_pieces or flags[done]:
-            self._refuse(index, action, rule)
+            self.faults.append(why_refused(self.table, flags, self.steps, index, action, rule))
             return False
         for needed in rule.needs:
             if not flags[needed + piece]:
-                self._refuse(index, action, rule)
+                self.faults.append(why_refused(self.table, flags, self.steps, index, action, rule))
                 break
         flags[done] = 1
         return True
@@ -132,11 +124,14 @@ class PositionVerifier:
         if rule.also is not None:
             self.flags[rule.also + piece] = 1
         if action.slice is not None and action.kind is not W:
-            self._verify_sequence(index, action, rule.done)
+            # Forward after the slice before it in the sequence, backward after the one behind.
+            plan, step = self.table.plan, -1 if action.kind is F else 1
+            if 0 <= action.slice + step < plan.num_slices and not self.flags[rule.done + piece + step]:
+                self.faults.append(out_of_sequence(self.table, rule.done, self.steps, index, action))
         if rule.events:
             self._add_events(rule.events, piece)
             if action.stage in self.calls:
-                self.calls[action.stage].append(GroupCall(str(action), index))
+                self.calls[action.stage].append((str(action), index))
 
     def _add_message(self, rule: ActionRule, piece: int) -> None:
         self._add_events(rule.events, piece)
@@ -177,16 +172,6 @@ class PositionVerifier:
             lane.contents.append(content)
             lane.steps.append(index)
 
-    def _refuse(self, index: int, action: Action, rule: ActionRule) -> None:
-        self.faults.append(why_refused(self.table, self.flags, self.steps, index, action, rule))
-
-    def _verify_sequence(self, index: int, action: Action, done: int) -> None:
-        """Verify that a slice runs forward after the one before it in the sequence, backward after the one behind."""
-        plan, step = self.table.plan, -1 if action.kind is F else 1
-        assert action.slice is not None  # of every action in a plan with slices
-        if 0 <= action.slice + step < plan.num_slices and not self.flags[done + plan.piece_of(action) + step]:
-            self.faults.append(out_of_sequence(self.table, done, self.steps, index, action))
-
     def _fault(self, rule: str, message: str, step: int) -> None:
         self.faults.append(Fault(rule, message, self.position, step))
 
@@ -226,7 +211,7 @@ class PositionVerifier:
             calls = self.calls[name]
             self.program.operations.append(ids.called(name, len(calls), position))
             self._waits += [~ids.called(name, len(calls), other) for other in members if other != position]
-            calls.append(GroupCall(same, index))
+            calls.append((same, index))
 
     def _verify_sharding(self, index: int, action: Action) -> None:
         """Verify an action of `check_sharding`. It is an event where a stage lies on several positions.
@@ -243,7 +228,7 @@ class PositionVerifier:
             calls, key = self.calls[stage], f"stage {stage}"  # no name of a group has a space
             self.program.operations.append(ids.called(key, len(calls), self.position))
             self._waits += [~ids.called(key, len(calls), other) for other in places if other != self.position]
-            calls.append(GroupCall(str(action), index))
+            calls.append((str(action), index))
 
     def _verify_offloading(self, index: int, action: Action) -> None:
         """Verify the stage and the microbatch of an action of `check_offloading`; a copy waits for no other rank."""
@@ -310,7 +295,11 @@ def _missing_actions(table: PositionTable, flags: bytearray, reduced: set[str]) 
                 for_piece(action, plan.piece_of(action) + piece, plan.num_slices)
             ]
             found.setdefault((action.kind, action.stage, action.edge, action.group), []).append(makers)
-    faults = [_missing(table.position, actions) for actions in found.values()]
+    faults = []
+    for lacking_actions in found.values():
+        listed = ", ".join(" or ".join(map(str, makers)) for makers in lacking_actions[:8])
+        more = f" and {len(lacking_actions) - 8} more" if len(lacking_actions) > 8 else ""
+        faults.append(Fault("missing", f"{listed}{more}: to be done here, and never done", table.position))
     remedy = "" if plan.has_communication else "; lower adds it to a plan of computes"
     reductions = {name: f"{min(stages)}REDUCE@{name}" for name, stages in table.tied.items()}
     reductions |= {f"{stage}": f"{stage}REDUCE" for stage in table.averaged}
@@ -319,12 +308,6 @@ def _missing_actions(table: PositionTable, flags: bytearray, reduced: set[str]) 
         for name, action in reductions.items()
         if name not in reduced
     ]
-
-
-def _missing(position: int, lacking: Sequence[Sequence[Action]]) -> Fault:
-    listed = ", ".join(" or ".join(map(str, actions)) for actions in lacking[:8])
-    more = f" and {len(lacking) - 8} more" if len(lacking) > 8 else ""
-    return Fault("missing", f"{listed}{more}: to be done here, and never done", position)
 
 
 def check_lanes(ids: EventIds, verifiers: Sequence[PositionVerifier]) -> list[Fault]:
@@ -357,11 +340,11 @@ def check_calls(ids: EventIds, verifiers: Sequence[PositionVerifier]) -> list[Fa
     for key, positions in together:
         first, *others = [(verifiers[position], verifiers[position].calls[key]) for position in positions]
         for other in others:
-            ours, theirs = ([call.same for call in calls] for _, calls in (first, other))
+            ours, theirs = ([same for same, _ in calls] for _, calls in (first, other))
             if ours == theirs:
                 continue
             number = _first_difference(ours, theirs)
-            ways = "; ".join(_where(one, [call.step for call in calls], number) for one, calls in (first, other))
+            ways = "; ".join(_where(one, [step for _, step in calls], number) for one, calls in (first, other))
             faults.append(
                 Fault("group", f"group {key!r}: collective {number} differs between members: {ways}")
                 if isinstance(key, str)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 from pipegrid.plans.errors import Fault
 from pipegrid.plans.plan import COMPUTES, SHARDING, Action, ActionKind, Plan, Step, actions_of
@@ -11,15 +10,8 @@ from pipegrid.plans.plan import COMPUTES, SHARDING, Action, ActionKind, Plan, St
 UNSHARD, RESHARD = ActionKind.UNSHARD, ActionKind.RESHARD
 
 
-class Gathering(NamedTuple):
-    """The gathers of one position: its faults, and the most stages gathered at once."""
-
-    faults: tuple[Fault, ...]
-    peak: int
-
-
-def check_sharding(plan: Plan, window: int | None) -> list[Gathering]:
-    """Per position the faults of its ``UNSHARD``, ``RESHARD`` and ``REDUCE_GRAD`` actions.
+def check_sharding(plan: Plan, window: int | None) -> list[tuple[list[Fault], int]]:
+    """Per position the faults of its ``UNSHARD``, ``RESHARD``, ``REDUCE_GRAD``, and the most stages gathered at once.
 
     A stage with one of them anywhere is sharded. On each of its positions, every compute and every ``REDUCE_GRAD``
     finds it gathered; a ``REDUCE_GRAD`` follows its last backward, before a ``REDUCE`` of a parameter that it ties; and
@@ -42,8 +34,7 @@ class _ShardedPosition:
         self.unreduced: set[int] = set()
         self.tied = {group.name: group.tied for group in plan.groups}
 
-    def check(self, steps: Sequence[Step], window: int | None) -> Gathering:
-        """All faults, and the peak."""
+    def check(self, steps: Sequence[Step], window: int | None) -> tuple[list[Fault], int]:
         faults: list[Fault] = []
         peak = 0
         for index, step in enumerate(steps):
@@ -60,7 +51,7 @@ class _ShardedPosition:
         for stage in sorted(self.gathered):
             text = f"{stage}RESHARD: to be done at the end, as an optimizer updates the shards, and never done"
             faults.append(Fault("missing", text, self.position))
-        return Gathering(tuple(faults), peak)
+        return faults, peak
 
     def _faults(self, action: Action, index: int) -> Iterator[tuple[str, str]]:
         kind, stage = action.kind, action.stage

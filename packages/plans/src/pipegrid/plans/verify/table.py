@@ -24,13 +24,6 @@ class Route(NamedTuple):
     sent: int
     received: int
 
-    def end(self, *, sends: bool) -> Action:
-        """The action at one of the two ends, for microbatch 0."""
-        send, receive = MESSAGE_KINDS[self.flow.direction]
-        if sends:
-            return Action(send, self.flow.producer, 0, self.flow.edge)
-        return Action(receive, self.flow.consumer, 0, self.flow.edge)
-
 
 class EventIds:
     """The event ids of a plan, which follow from its shape alone; each table entry is the id of piece 0.
@@ -85,7 +78,9 @@ class EventIds:
     def message(self, sent: int, *, sends: bool) -> Action:
         """The action at one of the two ends of the message whose send has the id ``sent``."""
         route, piece = divmod(sent, self.plan.num_pieces)
-        return for_piece(self.routes[route].end(sends=sends), piece, self.plan.num_slices)
+        flow = self.routes[route].flow
+        kind, stage = MESSAGE_KINDS[flow.direction][0 if sends else 1], flow.producer if sends else flow.consumer
+        return for_piece(Action(kind, stage, 0, flow.edge), piece, self.plan.num_slices)
 
 
 F, B, I, W = ActionKind.F, ActionKind.B, ActionKind.I, ActionKind.W
@@ -111,17 +106,13 @@ RuleKey: TypeAlias = tuple[ActionKind, int] | tuple[ActionKind, int, int] | tupl
 """Kind and stage of a compute; kind, source and destination of an action along an edge; with routes, then the unit."""
 
 
-class MessageEnd(NamedTuple):
-    """One end of one message of an action; ``message`` and ``waits`` are for the piece of the rule."""
+MessageEnd: TypeAlias = tuple[int, int, int | None, int | None]
+"""One end of one message, for the piece of its rule: numbers and event ids.
 
-    order: int
-    """The number, in `PositionTable.lanes`, of the lane on which this end is noted in order."""
-    message: int
-    """The id of its send, at both ends."""
-    waits: int | None
-    """``~event`` of the other end, which holds the position up at the end of the batch, or of the flow's part of it."""
-    partner: int | None
-    """With shared lanes, the number of the partner in `PositionTable.partners`."""
+The number, in `PositionTable.lanes`, of the lane on which this end is noted in order; the id of its send, at both ends;
+``~event`` of the other end, which holds the position up at the end of the batch, or of the flow's part of it; and with
+shared lanes, the number of the partner in `PositionTable.partners`.
+"""
 
 
 class ActionRule(NamedTuple):
@@ -258,7 +249,7 @@ class PositionTable:
         partner = route.lane.destination if sends else route.lane.source
         shared = self.blocking.lanes == "shared"
         number = self.partners.setdefault(partner, len(self.partners)) if shared else None
-        return MessageEnd(order, route.sent + piece, waits, number)
+        return order, route.sent + piece, waits, number
 
     def _add_collective(self, flow: EdgeFlow) -> None:
         """The rule of a member, which may hold neither stage."""

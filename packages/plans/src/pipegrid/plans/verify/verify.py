@@ -23,7 +23,7 @@ from pipegrid.plans.verify.explain import deadlock
 from pipegrid.plans.verify.memory import Peaks, peak_kept, peaks_of
 from pipegrid.plans.verify.offloading import check_offloading
 from pipegrid.plans.verify.position import PositionVerifier, check_calls, check_exchanges, check_lanes
-from pipegrid.plans.verify.sharding import Gathering, check_sharding
+from pipegrid.plans.verify.sharding import check_sharding
 from pipegrid.plans.verify.table import Batches, Blocking, EventIds, PositionTable
 
 
@@ -208,7 +208,11 @@ def _require_ends(
     """
     models = tuple(ORDER_MODELS.values()) if order is None else (model_named(order),)
     drained = drains and not all(one.host_waits for one in models)
-    _require_placed(plan, blocking.lanes)
+    if isinstance(blocking.lanes, LaneSharing):
+        lacking = [lane for lane in dataflow_of(plan).lanes if lane not in blocking.lanes.numbers]
+        if lacking:
+            text = f"lane {lacking[0]} is on none of the communicators; give the fewest_communicators of this plan"
+            raise PlanError("the plan has 1 fault:", faults=(Fault("communicator", text),))
     for model in strictest(models, drains=drained) if plan.has_communication else ():
         require_end(plan, model, blocking, drains=drained and not model.host_waits)
     return tuple(one.name for one in models), drained
@@ -216,21 +220,28 @@ def _require_ends(
 
 def _proof(plan: Plan, blocking: Blocking, limits: Sequence[float], window: int | None) -> Proof:
     """The proof of ``plan`` under one rule of waiting, with a memory limit per position."""
-    _require_enough_steps(plan)
+    num_steps = sum(map(len, plan.positions))
+    if plan.num_pieces > num_steps:  # before memory is taken for each piece: a compute is a step
+        slices = f" of {plan.num_slices} slices" if plan.num_slices > 1 else ""
+        message = f"{num_steps} steps cannot be the work of {plan.num_microbatches} microbatches{slices}"
+        raise PlanError("the plan has 1 fault:", faults=(Fault("missing", message),))
     ids = EventIds(plan)
     verifiers = [
         PositionVerifier(PositionTable(ids, position, blocking), steps) for position, steps in enumerate(plan.positions)
     ]
-    gathered = [Gathering((), 0)] * plan.num_positions
-    if any(verifier.shards for verifier in verifiers):
-        gathered = check_sharding(plan, window)
+    shards = any(verifier.shards for verifier in verifiers)
+    gathered = check_sharding(plan, window) if shards else [([], 0)] * plan.num_positions
     faults = _twins(plan) + list_faults(ids, verifiers)
-    faults += [fault for found in gathered for fault in found.faults]
+    faults += [fault for found, _ in gathered for fault in found]
     peaks: list[Peaks] = []
     for verifier, limit in zip(verifiers, limits, strict=True):
         if not verifier.faults:
             peaks.append(peaks_of(plan, verifier.position))
-            faults += _memory_faults(plan, verifier, peaks[-1].live, limit)
+            faults += check_offloading(plan, verifier.position) if verifier.offloads else []
+            live = peaks[-1].live
+            if live > limit + 1e-9:
+                text = f"{live:g} microbatches are live at once; the limit is {limit:g}"
+                faults.append(Fault("memory", text, verifier.position))
     if faults:
         raise PlanError(f"the plan has {len(faults)} fault{'s' if len(faults) > 1 else ''}:", faults=faults)
     return Proof(
@@ -244,36 +255,9 @@ def _proof(plan: Plan, blocking: Blocking, limits: Sequence[float], window: int 
         drains=False,
         peak_live=tuple(peak.live for peak in peaks),
         peak_live_inputs=tuple(peak.inputs for peak in peaks),
-        peak_gathered=tuple(found.peak for found in gathered),
+        peak_gathered=tuple(peak for _, peak in gathered),
         peak_kept=tuple(peak_kept(plan, place) for place in range(plan.num_positions)) if plan.graph.skips else (),
     )
-
-
-def _require_placed(plan: Plan, lanes: Communicators) -> None:
-    """Raise for a lane of the plan without a communicator."""
-    numbers = lanes.numbers if isinstance(lanes, LaneSharing) else None
-    lacking = [lane for lane in dataflow_of(plan).lanes if numbers is not None and lane not in numbers]
-    if lacking:
-        text = f"lane {lacking[0]} is on none of the communicators; give the fewest_communicators of this plan"
-        raise PlanError("the plan has 1 fault:", faults=(Fault("communicator", text),))
-
-
-def _require_enough_steps(plan: Plan) -> None:
-    """Raise where there are fewer steps than pieces, before memory is taken for each piece: a compute is a step."""
-    num_steps = sum(map(len, plan.positions))
-    if plan.num_pieces > num_steps:
-        slices = f" of {plan.num_slices} slices" if plan.num_slices > 1 else ""
-        message = f"{num_steps} steps cannot be the work of {plan.num_microbatches} microbatches{slices}"
-        raise PlanError("the plan has 1 fault:", faults=(Fault("missing", message),))
-
-
-def _memory_faults(plan: Plan, verifier: PositionVerifier, live: float, limit: float) -> list[Fault]:
-    """The faults of a position in what it keeps in memory, of which at most ``live`` microbatches at once."""
-    faults = check_offloading(plan, verifier.position) if verifier.offloads else []
-    if live > limit + 1e-9:
-        text = f"{live:g} microbatches are live at once; the limit is {limit:g}"
-        faults.append(Fault("memory", text, verifier.position))
-    return faults
 
 
 def _twins(plan: Plan) -> list[Fault]:
@@ -341,18 +325,14 @@ def models_covered(plan: Plan, blocking: Blocking) -> tuple[str, ...]:
     if not blocking.rendezvous:
         return ("gloo",)
     names = [name for name, model in ORDER_MODELS.items() if blocking.in_order or model.batched != "rank"]
-    if blocking.in_order and any(_fans(flow.routes) for flow in dataflow_of(plan).crossing):
+    ends = (Counter(end for route in flow.routes for end in route) for flow in dataflow_of(plan).crossing)
+    if blocking.in_order and any(count > 1 for own in ends for count in own.values()):
         for name in [name for name in names if ORDER_MODELS[name].batched == "rank"]:
             try:
                 require_end(plan, ORDER_MODELS[name], blocking, drains=True)
             except PlanError:
                 names.remove(name)
     return tuple(names)
-
-
-def _fans(routes: Sequence[tuple[int, int]]) -> bool:
-    """Whether several of these routes of one message start or end at a position."""
-    return any(count > 1 for count in Counter(end for route in routes for end in route).values())
 
 
 def require_end(plan: Plan, model: OrderModel, blocking: Blocking, *, drains: bool) -> None:

@@ -81,8 +81,8 @@ def fewest_communicators(plan: Plan, *orders: OrderModel | str, drains: bool = T
     models = tuple(model_named(order) for order in orders or ORDER_MODELS)
     lanes = sorted(dataflow_of(plan).lanes)
     clauses: set[frozenset[_Pair]] = set()
-    is_fewest = True
-    most = 1
+    is_fewest, most = True, 1
+    final: dict[Lane, int] | None = None
     while most <= max(1, *_lanes_at(plan, lanes)):
         placed, is_whole = _place(lanes, clauses, most)
         if placed is None:
@@ -94,20 +94,15 @@ def fewest_communicators(plan: Plan, *orders: OrderModel | str, drains: bool = T
             played = play_orders(orders_on(plan, placed, model), model, drains=drains and not model.host_waits)
             found |= {frozenset(_separable(played, cycle, model, placed)) for cycle in played.cycles}
         if not found:
-            return _proved(plan, models, placed, drains=drains, is_fewest=is_fewest)
-        if frozenset() in found:  # no lanes of this cycle share a communicator
+            final = placed
+        if not found or frozenset() in found:  # no lanes of this cycle share a communicator
             break
         clauses |= found
-    separate = {lane: number for number, lane in enumerate(lanes)}
-    for model in strictest(models, drains=drains):  # with the cycle in its error
-        prove_order(orders_on(plan, separate, model), model, drains=drains and not model.host_waits)
-    return _proved(plan, models, separate, drains=drains, is_fewest=False)
-
-
-def _proved(
-    plan: Plan, models: tuple[OrderModel, ...], placed: Mapping[Lane, int], *, drains: bool, is_fewest: bool
-) -> SharedCommunicators:
-    communicators = [[lane for lane in placed if placed[lane] == number] for number in sorted(set(placed.values()))]
+    if final is None:
+        final, is_fewest = {lane: number for number, lane in enumerate(lanes)}, False
+        for model in strictest(models, drains=drains):  # with the cycle in its error
+            prove_order(orders_on(plan, final, model), model, drains=drains and not model.host_waits)
+    communicators = [[lane for lane in final if final[lane] == number] for number in sorted(set(final.values()))]
     return SharedCommunicators(communicators, plan, models, drains, is_fewest)
 
 
@@ -199,7 +194,10 @@ def _place(lanes: Sequence[Lane], clauses: set[frozenset[_Pair]], most: int) -> 
         if any(number not in end and len(end) >= most for end in ends):
             return False
         numbers[lane] = number
-        apart = all(any(_is_apart(pair, numbers) for pair in clause) for clause in own[lane])
+        # A pair is apart on two communicators, or may still come to be.
+        apart = all(
+            any(numbers.get(one, -1) != numbers.get(other, -2) for one, other in clause) for clause in own[lane]
+        )
         del numbers[lane]
         return apart
 
@@ -228,9 +226,3 @@ def _place(lanes: Sequence[Lane], clauses: set[frozenset[_Pair]], most: int) -> 
             return None, True
         put(order[depth], numbers.pop(order[depth]), -1)
     return None, False
-
-
-def _is_apart(pair: _Pair, numbers: Mapping[Lane, int]) -> bool:
-    """Whether two lanes are on two communicators, or may still be."""
-    one, other = (numbers.get(lane) for lane in pair)
-    return one is None or other is None or one != other

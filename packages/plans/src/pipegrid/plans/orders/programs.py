@@ -48,21 +48,16 @@ class Track:
             self.ends.append(ends)
 
 
-def _line_of(model: OrderModel, rank: int, launch: Launch, message: Message, number: int) -> Hashable:
-    """The line that a message of a launch is on."""
+def _line_of(model: OrderModel, rank: int, launch: Launch, message: Message, number: int) -> tuple[str, Message | None]:
+    """The line that a message of a launch is on, in words; also the message that has one of its own."""
     kind = model.batched if launch.batched else model.lone
     if kind == "rank":
-        return ("rank",)
+        return "rank", None
     if kind == "group":
-        return ("group", message.group)
+        return f"group {message.group}", None
     if kind == "pair":
-        return ("pair", message.group, *sorted((rank, message.peer)))
-    return ("message", number, message)
-
-
-def _line_name(line: Hashable) -> str:
-    """A line in words: its kind, and whose it is."""
-    return " ".join(map(str, line[:-1] if line[0] == "message" else line)) if isinstance(line, tuple) else str(line)
+        return f"pair {message.group} {min(rank, message.peer)} {max(rank, message.peer)}", None
+    return f"message {number}", message
 
 
 def tracks_of(
@@ -74,8 +69,9 @@ def tracks_of(
     tracks: list[Track] = []
     joined = _joined(orders, partners) if model.connects else {}
     sending = ((rank, number) for (rank, number, _), message in ends_of(orders) if message.way == "send")
+    agree = any(launch.headers for launches in orders.ranks for launch in launches)
     # Of launches for which others wait: the shapes of their sends are known.
-    announced = {each: size + at for at, each in enumerate(dict.fromkeys(sending if _agree(orders) else ()))}
+    announced = {each: size + at for at, each in enumerate(dict.fromkeys(sending if agree else ()))}
     size += len(announced)
     for rank, launches in enumerate(orders.ranks):
         host, compute = Track("host", rank, line="host"), Track("compute", rank, line="compute")
@@ -113,7 +109,7 @@ def tracks_of(
             for part, ends in enumerate(_parts(launch, model)):
                 message = launch.messages[ends[0]]
                 key = _line_of(model, rank, launch, message, number)
-                line = lines.setdefault(key, Track("communication", rank, line=_line_name(key)))
+                line = lines.setdefault(key, Track("communication", rank, line=key[0]))
                 done = ended if part == 0 else size
                 size += part > 0
                 before = [] if computed is None else [~computed]
@@ -139,10 +135,6 @@ def tracks_of(
 
 _Part: TypeAlias = tuple[int, int, str]
 """The messages of a batch that go through one group: rank, launch, group."""
-
-
-def _agree(orders: Orders) -> bool:
-    return any(launch.headers for launches in orders.ranks for launch in launches)
 
 
 def _joined(orders: Orders, partners: dict[End, End]) -> dict[_Part, list[End]]:

@@ -138,7 +138,6 @@ _SHOWN = 4  # launches in a row of an error
 
 def _standing(played: PlayedOrders) -> str:
     """The progress of each rank: what has ended, what is under way, and what is behind it."""
-    orders = played.orders
     launched, unended = set[tuple[int, int]](), set[tuple[int, int]]()
     for track, index in zip(played.tracks, played.at, strict=True):
         for number, end in zip(track.launches, track.program.ends, strict=True):
@@ -147,7 +146,7 @@ def _standing(played: PlayedOrders) -> str:
             elif track.name != "host" and index < end:
                 unended.add((track.rank, number))
     rows = []
-    for rank, launches in enumerate(orders.ranks):
+    for rank, launches in enumerate(played.orders.ranks):
         texts: dict[str, list[str]] = {"ended": [], "under way": [], "not launched": []}
         for number, launch in enumerate(launches):
             here = (rank, number)
@@ -155,13 +154,12 @@ def _standing(played: PlayedOrders) -> str:
             texts[state].append(launch.text)
         ended = texts["ended"]
         texts["ended"] = ["..."] * (len(ended) > _SHOWN) + ended[-_SHOWN:]
-        parts = [f"{state} {' '.join(_first(own)) or '-'}" for state, own in texts.items()]
+        parts = []
+        for state, own in texts.items():
+            cut = own if len(own) <= _SHOWN + 1 else [*own[:_SHOWN], "..."]
+            parts.append(f"{state} {' '.join(cut) or '-'}")
         rows.append(f"\n    rank {rank}: {' | '.join(parts)}")
     return "".join(rows)
-
-
-def _first(texts: Sequence[str]) -> Sequence[str]:
-    return texts if len(texts) <= _SHOWN + 1 else [*texts[:_SHOWN], "..."]
 
 
 def _cycle(played: PlayedOrders, cycle: Sequence[tuple[Wait, Wait]]) -> Fault:
@@ -177,11 +175,6 @@ def _cycle(played: PlayedOrders, cycle: Sequence[tuple[Wait, Wait]]) -> Fault:
         stuck = next(one for one, _ in cycle if one.position == setter.position)
         behind = "" if stuck.step == setter.step else f", which is behind {place(stuck)}"
         lines.append(f"\n      {place(wait)} waits for {place(setter)}{behind}")
-    ranks = {tracks[wait.position].rank for wait, _ in cycle}
-    return Fault("cycle", f"{_waiting(sorted(ranks))} in a cycle{''.join(lines)}")
-
-
-def _waiting(ranks: Sequence[int]) -> str:
-    if len(ranks) == 1:
-        return f"launches of rank {ranks[0]} wait for each other"
-    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]} wait for each other"
+    *others, last = sorted({tracks[wait.position].rank for wait, _ in cycle})
+    who = f"ranks {', '.join(map(str, others))} and {last}" if others else f"launches of rank {last}"
+    return Fault("cycle", f"{who} wait for each other in a cycle{''.join(lines)}")

@@ -72,7 +72,11 @@ class Explanation:
         return plain
 
     def __str__(self) -> str:
-        lines = [f"root: rank {one.rank} ({one.confidence}): {one.reason}; {_held(one.waiting)}" for one in self.roots]
+        held = ["1 rank waits for it" if one.waiting == 1 else f"{one.waiting} ranks wait for it" for one in self.roots]
+        lines = [
+            f"root: rank {one.rank} ({one.confidence}): {one.reason}; {text}"
+            for one, text in zip(self.roots, held, strict=True)
+        ]
         for cycle in self.cycles:
             ranks = sorted({wait.rank for wait in cycle})
             lines.append(f"deadlock: ranks {', '.join(map(str, ranks))} wait for each other in a cycle")
@@ -92,19 +96,9 @@ class Explanation:
         return "\n".join(lines) + "\n"
 
 
-def _held(count: int) -> str:
-    return f"{count} rank{'s' if count != 1 else ''} wait{'s' if count == 1 else ''} for it"
-
-
 def _plain(wait: Wait) -> dict[str, Any]:
-    behind = None if wait.behind is None else str(wait.behind)
-    return {
-        "rank": wait.rank,
-        "at": str(wait.entry),
-        "since_ns": wait.entry.created,
-        "for": wait.other,
-        "behind": behind,
-    }
+    at, behind = wait.entry, None if wait.behind is None else str(wait.behind)
+    return {"rank": wait.rank, "at": str(at), "since_ns": at.created, "for": wait.other, "behind": behind}
 
 
 def _text(wait: Wait) -> str:
@@ -133,23 +127,20 @@ def explain(
         PlanError: a plan of computes alone, or one that has not these messages.
     """
     job = job_of(dumps)
-    stuck = {one.rank: one for one in stuck_of(job)}
+    stuck = stuck_of(job)
     waits = [wait for wait in waits_of(job) if wait.rank not in stuck]
-    targets = _targets(waits)
+    targets: dict[int, set[int]] = defaultdict(set)
+    for wait in waits:
+        targets[wait.rank].add(wait.other)
     everyone = {rank for dump in dumps for members in dump.groups.values() for rank in members} | set(job.pending)
     everyone |= {wait.other for wait in waits}
-    roots = [
-        Root(
-            rank,
-            "certain",
-            f"it has not ended {one.entry}, which {_ranks(one.finished)} ended",
-            _waiting(rank, targets),
-        )
-        for rank, one in stuck.items()
-    ]
+    found: dict[int, tuple[Confidence, str]] = {
+        rank: ("certain", f"it has not ended {entry}, which {_ranks(finished)} ended")
+        for rank, (entry, finished) in stuck.items()
+    }
     for rank in sorted({wait.other for wait in waits} - set(targets) - set(stuck)):
-        confidence, reason = _reason(rank, job, waits)
-        roots.append(Root(rank, confidence, reason, _waiting(rank, targets)))
+        found[rank] = _reason(rank, job, waits)
+    roots = [Root(rank, *why, len(_behind(rank, targets))) for rank, why in found.items()]
     held = {rank for root in roots for rank in _behind(root.rank, targets)}
     places = () if plan is None else places_in(plan, dumps)
     order = ("certain", "likely", "possible")
@@ -180,13 +171,6 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
-def _targets(waits: Iterable[Wait]) -> Mapping[int, set[int]]:
-    found: dict[int, set[int]] = defaultdict(set)
-    for wait in waits:
-        found[wait.rank].add(wait.other)
-    return found
-
-
 def _behind(root: int, targets: Mapping[int, set[int]]) -> set[int]:
     """The ranks that wait for ``root``, some for others that do."""
     found, new = set[int](), {root}
@@ -194,10 +178,6 @@ def _behind(root: int, targets: Mapping[int, set[int]]) -> set[int]:
         new = {rank for rank, others in targets.items() if others & new} - found - {root}
         found |= new
     return found
-
-
-def _waiting(root: int, targets: Mapping[int, set[int]]) -> int:
-    return len(_behind(root, targets))
 
 
 def _cycles(waits: Iterable[Wait]) -> Iterable[tuple[Wait, ...]]:

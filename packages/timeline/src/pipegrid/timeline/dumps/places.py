@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from operator import attrgetter
 
 from attrs import evolve, frozen
 
@@ -72,7 +73,10 @@ def _place(plan: Plan, dump: Dump, ranks: tuple[int, ...]) -> Place:
     position = ranks.index(dump.rank)
     actions = list(plan.actions(position))
     messages = [number for number, action in enumerate(actions) if action.kind.is_message]
-    sent = [_end(plan, actions[number], position) for number in messages]
+    sent = []  # whether a message is sent, and the position at its other end
+    for action in (actions[number] for number in messages):
+        others = [] if action.peer is None else [place for place in plan.placement[action.peer] if place != position]
+        sent.append((action.kind.is_send, others[0]))
     ended = next((number for number, entry in enumerate(own) if not entry.ended), len(own))
     wanted = [(entry.kind == "send", ranks.index(entry.peer)) for entry in own if entry.peer in ranks]
     offsets = range(len(messages))
@@ -112,22 +116,12 @@ def _missing(plan: Plan, places: Sequence[Place], rank: int) -> Iterator[Place]:
 
 def _other_end(plan: Plan, action: Action, position: int) -> int:
     """The number of the message at the other end of ``action``, which is on the position."""
-
-    def travels(one: Action) -> tuple[object, ...]:
-        return one.edge, one.direction, one.microbatch, one.slice
-
+    travels = attrgetter("edge", "direction", "microbatch", "slice")
     return next(
         number
         for number, one in enumerate(plan.actions(position))
         if one.kind.is_message and one.kind.is_send != action.kind.is_send and travels(one) == travels(action)
     )
-
-
-def _end(plan: Plan, action: Action, position: int) -> tuple[bool, int]:
-    """Whether a message is sent, and the position at its other end."""
-    assert action.peer is not None
-    others = [place for place in plan.placement[action.peer] if place != position]
-    return action.kind.is_send, others[0]
 
 
 def places_timeline(plan: Plan, places: Sequence[Place]) -> Timeline:

@@ -29,15 +29,6 @@ class Wait:
     behind: Entry | None = None
 
 
-@frozen
-class Stuck:
-    """Rank ``rank`` has not ended ``entry``, which ``finished`` have."""
-
-    rank: int
-    entry: Entry
-    finished: tuple[int, ...]
-
-
 _Group: TypeAlias = tuple[str, tuple[int, ...]]
 """A group's name and ranks: groups of other ranks may have the same name."""
 _Unit: TypeAlias = tuple[_Group, bool, int]
@@ -85,16 +76,16 @@ def job_of(dumps: Iterable[Dump]) -> DumpedJob:
     return DumpedJob(pending, first, ended)
 
 
-def stuck_of(job: DumpedJob) -> list[Stuck]:
-    """The first collective of each rank that it has not ended and others have, if there is one."""
-    found = []
+def stuck_of(job: DumpedJob) -> dict[int, tuple[Entry, tuple[int, ...]]]:
+    """By rank, the first collective that it has not ended and others have, if there is one; and these others."""
+    found = {}
     for rank, entries in job.pending.items():
         for entry in (one for one in entries if one.peer is None):
             ended = job.ended.get(group_of(entry), {})
             further = (other for other, last in ended.items() if other != rank and last >= entry.sequence)
             others = tuple(sorted(other for other in further if other in entry.members))
             if others:
-                found.append(Stuck(rank, entry, others))
+                found[rank] = entry, others
                 break
     return found
 

@@ -17,16 +17,7 @@ from pipegrid.timeline.recording import (
 )
 from pipegrid.timeline.sources import position_name, timeline
 from pipegrid.timeline.svg import svg, write_svg
-from pipegrid.timeline.timeline import (
-    Counter,
-    Flow,
-    Span,
-    Timeline,
-    amount,
-    scaled,
-    summary,
-    time_text,
-)
+from pipegrid.timeline.timeline import Counter, Flow, Span, Timeline, amount, scaled, summary, time_text
 
 __all__ = [
     "Aside",

@@ -30,11 +30,7 @@ SCRIPTS = ("data.js", "model.js", "view.js", "page.js")
 _CODES = {"f64": "d", "i32": "i", "u32": "I"}
 
 
-_OF_SPANS = (
-    ("u32", ("row",)),
-    ("f64", ("start", "end", "memory")),
-    ("i32", ("stage", "microbatch", "slice", "home")),
-)
+_OF_SPANS = (("u32", ("row",)), ("f64", ("start", "end", "memory")), ("i32", ("stage", "microbatch", "slice", "home")))
 _OF_FLOWS = (("u32", ("source", "destination")), ("f64", ("bytes",)))
 
 

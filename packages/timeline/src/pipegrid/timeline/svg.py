@@ -295,11 +295,7 @@ def svg(timeline: Timeline | Sequence[Timeline], *, width: Seconds | None = None
 
 
 def write_svg(
-    timeline: Timeline | Sequence[Timeline],
-    path: str | Path,
-    *,
-    width: float | None = None,
-    arrows: bool = False,
+    timeline: Timeline | Sequence[Timeline], path: str | Path, *, width: float | None = None, arrows: bool = False
 ) -> None:
     """Write `svg` of ``timeline`` to ``path``.
 

@@ -14,17 +14,7 @@ from typing import Annotated, Any, TypeAlias
 
 from attrs import evolve, field, frozen
 
-from pipegrid.core.fields import (
-    Amount,
-    Index,
-    Name,
-    Rule,
-    Seconds,
-    checked,
-    checked_arguments,
-    checked_fields,
-    shown,
-)
+from pipegrid.core.fields import Amount, Index, Name, Rule, Seconds, checked, checked_arguments, checked_fields, shown
 from pipegrid.timeline.kinds import BEHIND, COMPUTE_KINDS, STUCK, TRANSFER_KINDS
 from pipegrid.timeline.recording import Time, TimelineError
 
@@ -340,10 +330,7 @@ def summary(timeline: Timeline) -> str:
     stuck = sum(span.kind in (STUCK, BEHIND) for span in timeline.spans)
     if stuck:
         return f"stuck: {stuck} of {len(timeline.spans)} never end"
-    parts = [
-        f"makespan {time_text(timeline.makespan, timeline.unit)}",
-        f"bubble {100 * timeline.bubble:.1f}%",
-    ]
+    parts = [f"makespan {time_text(timeline.makespan, timeline.unit)}", f"bubble {100 * timeline.bubble:.1f}%"]
     if timeline.counters:
         name = timeline.counters[0].name
         peak = max(counter.peak for counter in timeline.counters if counter.name == name)

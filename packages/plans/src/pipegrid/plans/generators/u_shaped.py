@@ -86,11 +86,7 @@ class UShapeCounts:
 
 @checked_arguments(PlanError)
 def u_shape_counts(
-    num_positions: Count,
-    *,
-    costs: GivenCosts | None = None,
-    in_flight: Count | None = None,
-    forward_only: bool = False,
+    num_positions: Count, *, costs: GivenCosts | None = None, in_flight: Count | None = None, forward_only: bool = False
 ) -> UShapeCounts:
     """The counts of `u_shape` at ``costs``, by default unit costs.
 
@@ -133,9 +129,7 @@ def u_shape_counts(
     back = math.fsum((*backwards[1:-1], *links))  # from the end of a tail backward to its head backward
     fitting = _floor(out / forwards[0]) if forwards[0] > 0 else held[0]
     return UShapeCounts(
-        tuple(held),
-        head_warmup=min(1 + fitting, held[0]),
-        tail_extra=min(1 + _floor(back / period), held[0] - 1),
+        tuple(held), head_warmup=min(1 + fitting, held[0]), tail_extra=min(1 + _floor(back / period), held[0] - 1)
     )
 
 

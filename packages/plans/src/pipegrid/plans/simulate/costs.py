@@ -96,10 +96,7 @@ Share: TypeAlias = Annotated[float, _SHARE]
 """A part of a whole."""
 PerStage: TypeAlias = Annotated[float | Sequence[float], _per_stage(number())]
 """One number for every stage, or one per stage."""
-PerEdge: TypeAlias = Annotated[
-    float | Mapping[Edge, float] | Sequence[tuple[Edge, float]],
-    _per_edge(number()),
-]
+PerEdge: TypeAlias = Annotated[float | Mapping[Edge, float] | Sequence[tuple[Edge, float]], _per_edge(number())]
 """One number for every edge, or one per edge."""
 PerSlice: TypeAlias = tuple[Annotated[float, number(above=0.0)], ...]
 

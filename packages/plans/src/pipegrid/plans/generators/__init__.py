@@ -1,7 +1,5 @@
 """The named schedules: pure functions from a shape to a plan of computes, each with its source."""
 
-from __future__ import annotations
-
 from pipegrid.plans.generators.controllable_memory import v_half, v_min
 from pipegrid.plans.generators.looped import forward_only, interleaved_1f1b, interleaved_zero_bubble, looped_bfs
 from pipegrid.plans.generators.module_graphs import (

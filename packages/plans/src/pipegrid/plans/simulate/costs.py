@@ -310,11 +310,10 @@ def costs_to_json(costs: Costs) -> str:
     data: dict[str, Any] = {}
     for attribute in fields(Costs):
         value = getattr(costs, attribute.name)
-        if value == attribute.default:
-            continue
-        if isinstance(value, tuple) and isinstance(value[0], tuple):
+        if isinstance(value, tuple) and value and isinstance(value[0], tuple):
             value = {str(edge): number for edge, number in value}
-        data[attribute.name] = value
+        if value != attribute.default:
+            data[attribute.name] = value
     return json.dumps(data)
 
 
@@ -331,6 +330,12 @@ def costs_from_json(text: str) -> Costs:
         (1.0, 2.0)
     """
     names = [attribute.name for attribute in fields(Costs)]
+
+    def per_edge(value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        return {parse_edge("".join(name.split())): cost for name, cost in value.items()}
+
     try:
         data = load_json(text, finite=False)  # a bandwidth may be infinite
         if not isinstance(data, dict):
@@ -338,12 +343,6 @@ def costs_from_json(text: str) -> Costs:
         if unknown := sorted(data.keys() - names):
             near = nearest(unknown[0], names)
             raise CostsError(f"{unknown[0]!r} is not a cost{near}; the costs are {', '.join(names)}")
-        return Costs(**{name: _per_named_edge(value) for name, value in data.items()})
+        return Costs(**{name: per_edge(value) for name, value in data.items()})
     except PlanError as error:
         raise CostsError(f"costs cannot be read: {error}") from None
-
-
-def _per_named_edge(value: Any) -> Any:
-    if not isinstance(value, dict):
-        return value
-    return {parse_edge("".join(name.split())): cost for name, cost in value.items()}

@@ -83,17 +83,13 @@ class Simulator:
             try:
                 self._advance(position)
             except (IndexError, KeyError):
-                raise PlanError(
-                    f"an action of position {position} names a stage, microbatch, edge or group that the plan does not "
-                    "have; verify(plan) says which"
-                ) from None
+                what = f"an action of position {position} names a stage, microbatch, edge or group"
+                raise PlanError(f"{what} that the plan does not have; verify(plan) says which") from None
         stuck = [p for p, actions in enumerate(self.actions) if self.at[p] < len(actions)]
         if stuck:
             where = ", ".join(f"position {p} at {self.actions[p][self.at[p]]}" for p in stuck[:8])
-            raise PlanError(
-                f"the plan gets stuck: {len(stuck)} of {len(self.actions)} positions never finish ({where}); "
-                "verify(plan) says why"
-            )
+            what = f"{len(stuck)} of {len(self.actions)} positions never finish ({where})"
+            raise PlanError(f"the plan gets stuck: {what}; verify(plan) says why")
         if ends := [lane for lane in self.wiring.lanes.values() if lane.sends or lane.receives]:
             between = f"from position {ends[0].source} to position {ends[0].destination}"
             raise PlanError(f"messages {between} have one end only; verify(plan) says which")
@@ -125,13 +121,10 @@ class Simulator:
                 continue
             piece, weight = action.microbatch, 1.0
             assert piece is not None
-            if routed:
-                unit, piece = piece, 0
-                entry = table.get((action.stage, unit)) or self.wiring.compute(
-                    action.kind, action.stage, position, unit
-                )
-            else:
-                entry = table.get(action.stage) or self.wiring.compute(action.kind, action.stage, position)
+            unit = piece if routed else 0
+            entry = table.get((action.stage, unit) if routed else action.stage)
+            entry = entry or self.wiring.compute(action.kind, action.stage, position, unit)
+            piece = 0 if routed else piece
             duration = entry.duration
             if num_slices > 1:
                 assert action.slice is not None
@@ -174,10 +167,11 @@ class Simulator:
         begin, saved = now, 0.0
         for at, action in enumerate(self.actions[position][index : index + 2], index):
             piece, part = self.plan.piece_of(action), action.slice or 0
-            key = (action.stage, piece) if self.routed else action.stage
-            entry = self.wiring.computes[position][action.kind].get(key) or self.wiring.compute(
-                action.kind, action.stage, position, piece if self.routed else 0
+            unit = piece if self.routed else 0
+            entry = self.wiring.computes[position][action.kind].get(
+                (action.stage, unit) if self.routed else action.stage
             )
+            entry = entry or self.wiring.compute(action.kind, action.stage, position, unit)
             piece = 0 if self.routed else piece
             for slots in entry.needs:
                 time = slots[piece]
@@ -213,8 +207,7 @@ class Simulator:
     def _join(self, places: Sequence[int], arrival: _Arrival, piece: int) -> float | None:
         """Come to a compute of a shared stage; the time at which it is done, or None while others are to come."""
         action = arrival.action
-        together = self._meet(action, places, arrival)
-        if together is None:
+        if (together := self._meet(action, places, arrival)) is None:
             return None
         arrivals, done = together
         self.order.append(tuple([Run(other.position, other.at, other.at + 1) for other in arrivals]))
@@ -295,8 +288,7 @@ class Simulator:
         members = dataflow.groups[name]
         if position not in members:
             raise PlanError(f"{action} at position {position} names a group of positions {list(members)}")
-        together = self._meet(name, members, _Arrival(position, index, action, now, duration))
-        if together is None:
+        if (together := self._meet(name, members, _Arrival(position, index, action, now, duration))) is None:
             return None
         arrivals, done = together
         for member, _, other, *_ in arrivals:

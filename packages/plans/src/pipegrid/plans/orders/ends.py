@@ -31,13 +31,13 @@ def with_later_ends(orders: Orders) -> Orders:
     """
     _, alone = partners_of(orders)
     rows = [list(launches) for launches in orders.ranks]
-    for end in alone:
-        message = message_of(orders, end)
+    for rank, number, part in alone:
+        launch = orders.ranks[rank][number]
+        message = launch.messages[part]
         if orders.begins[message.peer] and not orders.ends[message.peer]:
             way: Literal["send", "receive"] = "receive" if message.way == "send" else "send"
-            batched = orders.ranks[end[0]][end[1]].batched
-            other = Message(way, end[0], message.label, message.group)
-            rows[message.peer].append(Launch(f"later: {way} {message.label}", (other,), batched=batched))
+            other = Message(way, rank, message.label, message.group)
+            rows[message.peer].append(Launch(f"later: {way} {message.label}", (other,), batched=launch.batched))
     return evolve(orders, ranks=tuple(map(tuple, rows)))
 
 
@@ -77,11 +77,10 @@ def late_messages(orders: Orders) -> list[Fault]:
             seen |= {(one.way, one.label) for one in launch.messages}
             used = {("receive", label) for label in launch.needs} | {("send", label) for label in launch.waits}
             for way, label in sorted((used if orders.begins[rank] else used & set(ends)) - seen)[:1]:
-                rule, does, done = ("late-receive", "reads", "received")
-                if way == "send":
-                    rule, does, done = ("early-wait", "waits for", "sent")
+                sent = way == "send"
+                does, done = ("waits for", "sent") if sent else ("reads", "received")
                 text = f"{place_of(orders, rank, number)} {does} {label!r}, which its rank has not {done} before"
-                faults.append(Fault(rule, text))
+                faults.append(Fault("early-wait" if sent else "late-receive", text))
     return faults
 
 
@@ -121,31 +120,26 @@ def crossing(orders: Orders, partners: dict[End, End]) -> Iterator[tuple[End, En
 
 def crossed(orders: Orders, partners: dict[End, End]) -> list[Fault]:
     """Pairs of ranks whose receives are in another order than the sends: the backend would match the wrong ones."""
-    return [
-        Fault(
-            "order",
-            f"rank {before[0]} sends {message_of(orders, before).label!r} before {message_of(orders, end).label!r}, "
-            f"rank {message_of(orders, end).peer} receives them the other way round: messages have no names, so each "
-            "is received as the other",
-        )
-        for before, end in crossing(orders, partners)
-    ]
+    faults = []
+    for before, end in crossing(orders, partners):
+        first, second = message_of(orders, before), message_of(orders, end)
+        text = f"rank {before[0]} sends {first.label!r} before {second.label!r}, rank {second.peer} receives them"
+        why = "messages have no names, so each is received as the other"
+        faults.append(Fault("order", f"{text} the other way round: {why}"))
+    return faults
 
 
 def on_two_communicators(orders: Orders, model: OrderModel, partners: dict[End, End]) -> list[Fault]:
     """Messages with one end in a batch and the other alone, where these two are on different communicators."""
     if "pair" not in (model.batched, model.lone) or model.batched == model.lone:
         return []
-    batched = {end: orders.ranks[end[0]][end[1]].batched for end in partners}
-    return [
-        Fault(
-            "communicator",
-            f"{place_of(orders, end[0], end[1])}: in a batch on the group's communicator, and alone on the pair's at "
-            f"{place_of(orders, other[0], other[1])}; neither end finds the other",
-        )
-        for end, other in partners.items()
-        if batched[end] and not batched[other]
-    ]
+    faults = []
+    for (rank, number, _), (other, at, _) in partners.items():
+        if orders.ranks[rank][number].batched and not orders.ranks[other][at].batched:
+            here, there = place_of(orders, rank, number), place_of(orders, other, at)
+            text = f"{here}: in a batch on the group's communicator, and alone on the pair's at {there}"
+            faults.append(Fault("communicator", f"{text}; neither end finds the other"))
+    return faults
 
 
 def place_of(orders: Orders, rank: int, number: int) -> str:

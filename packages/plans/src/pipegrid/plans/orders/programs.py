@@ -21,23 +21,14 @@ from pipegrid.plans.orders.play import Program
 
 @define(eq=False)
 class Track:
-    """A program of a rank.
-
-    Attributes:
-        name: "host", "compute", or "communication" for a line.
-        line: the line, in words.
-        rank: whose it is.
-        program: what `play` plays.
-        launches: per step of the program, the number of its launch.
-        ends: per step, the ends of messages that start with it.
-    """
+    """A program of a rank; ``name``: "host", "compute", or "communication" for a ``line``."""
 
     name: str
     rank: int
     program: Program = Factory(Program)
-    launches: list[int] = Factory(list)
-    ends: list[Sequence[End]] = Factory(list)
-    line: str = ""
+    launches: list[int] = Factory(list)  # per step of the program, the number of its launch
+    ends: list[Sequence[End]] = Factory(list)  # per step, the ends of messages that start with it
+    line: str = ""  # in words
 
     def step(self, launch: int, operations: Sequence[int], ends: Sequence[End] = ()) -> None:
         """Add the operations of a launch; without any there is no step."""
@@ -89,13 +80,11 @@ def tracks_of(
                 continue
             if launch.is_compute:
                 inputs = [~received[label] for label in sorted(launch.needs) if label in received]
-                waits = [*inputs, *(~event for event in under_way.values())] if drains else inputs
+                waits: list[int] = []  # of the host
                 if model.host_waits or drains:
-                    host.step(number, [*waits, launched])
-                    inputs = []
+                    waits, inputs = [*inputs, *(~event for event in under_way.values() if drains)], []
                     under_way.clear()  # with drains, all of it has ended
-                else:
-                    host.step(number, [launched])
+                host.step(number, [*waits, launched])
                 compute.step(number, [~launched, *inputs, ended])
                 computed = ended
                 continue
@@ -114,11 +103,8 @@ def tracks_of(
                 size += part > 0
                 before = [] if computed is None else [~computed]
                 own = [(rank, number, end) for end in ends]
-                others = [
-                    ~started[partners[end]]
-                    for end in own
-                    if end in partners and not (buffered and launch.messages[end[2]].way == "send")
-                ]
+                kept = {end for end in own if buffered and launch.messages[end[2]].way == "send"}
+                others = [~started[partners[end]] for end in own if end in partners and end not in kept]
                 others += [~started[end] for end in joined.get((rank, number, message.group), ()) if end not in own]
                 line.step(number, [~launched, *before, *(started[end] for end in own), *others, done], own)
                 under_way[line] = done

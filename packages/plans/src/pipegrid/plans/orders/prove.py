@@ -38,7 +38,7 @@ class OrderProof:
         orders: what was proved.
         model: the order model of the proof.
         buffered: the argument of the proof.
-        drains: the argument of the proof.
+        drains: likewise.
         num_messages: with at least one end in the lists.
         num_outside: of these, those whose other end is taken to be launched before the fragment of its rank.
     """
@@ -98,21 +98,13 @@ def prove_order(orders: Orders, order: OrderModel | str, *, buffered: bool = Fal
 
 @frozen
 class PlayedOrders:
-    """Orders that were played to their end, or until nothing went on.
+    """Orders that were played to their end, or until nothing went on."""
 
-    Attributes:
-        orders: with the ends that come after a fragment.
-        tracks: the programs of all ranks.
-        at: per program, the operations that it has completed.
-        alone: ends whose other end was launched before a fragment.
-        cycles: programs that wait for each other, each with what it waits for; none where all have ended.
-    """
-
-    orders: Orders
+    orders: Orders  # with the ends that come after a fragment
     tracks: Sequence[Track]
-    at: Sequence[int]
-    alone: Sequence[End]
-    cycles: Sequence[Sequence[tuple[Wait, Wait]]]
+    at: Sequence[int]  # per track, the operations that it has completed
+    alone: Sequence[End]  # whose other end was launched before a fragment
+    cycles: Sequence[Sequence[tuple[Wait, Wait]]]  # tracks that wait for each other; none where all have ended
 
 
 def play_orders(orders: Orders, model: OrderModel, *, buffered: bool = False, drains: bool = False) -> PlayedOrders:

@@ -52,18 +52,14 @@ def _why_not_routed(plan: Plan, routes: Routes, action: Action, position: int) -
     unit, stage, edge = action.microbatch, action.stage, action.edge
     assert unit is not None
     if unit >= routes.num_units:
-        return (
-            "unknown-microbatch",
-            f"there is no unit {unit}; the routes have {routes.num_units}, 0..{routes.num_units - 1}",
-        )
+        text = f"there is no unit {unit}; the routes have {routes.num_units}, 0..{routes.num_units - 1}"
+        return "unknown-microbatch", text
     name, (module, _) = routes.name(unit), plan.graph.module_of(stage)
     if routes.skips_module(unit, module) and not routes.served(routes.call(unit, module), module):
         return "unneeded", f"unit {name} skips module {module!r}"
     if unit not in routes.calls(module):
-        return (
-            "unneeded",
-            f"unit {name} is served by the call of {module!r} for unit {routes.name(routes.call(unit, module))}",
-        )
+        call = routes.name(routes.call(unit, module))
+        return "unneeded", f"unit {name} is served by the call of {module!r} for unit {call}"
     if edge is None or position not in plan.living(plan.placement[stage]):
         actors = plan.actors(plan.placement[stage], routes.of(unit, stage))
         if position not in actors:
@@ -127,12 +123,9 @@ def deadlock(cycle: Sequence[tuple[Wait, Wait]], positions: Sequence[Sequence[St
         return f"position {wait.position}, step {wait.step}: {text}"
 
     steps = [positions[wait.position][wait.step] for waits in cycle for wait in waits]
-    batched = any(not isinstance(step, Action) and not is_pair(step) for step in steps)
-    remedy = (
-        "write their batches in one order, or move one of these actions"
-        if in_order and batched
-        else "move one of these actions, or issue those that wait as one batch"
-    )
+    remedy = "move one of these actions, or issue those that wait as one batch"
+    if in_order and any(not isinstance(step, Action) and not is_pair(step) for step in steps):
+        remedy = "write their batches in one order, or move one of these actions"
     lines = [f"\n      {place(wait)} waits for {place(setter)}" for wait, setter in cycle]
     text = f"{len(cycle)} positions wait for each other in a cycle; {remedy}{''.join(lines)}"
     return Fault("cycle", text, cycle[0][0].position, cycle[0][0].step)

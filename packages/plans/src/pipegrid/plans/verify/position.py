@@ -157,11 +157,9 @@ class PositionVerifier:
         """Note what a batch exchanges with each of its partners over shared lanes."""
         contents: dict[int, int | list[int]] = {}
         for partner, message in self._posted:
-            if partner in contents:
-                others = contents[partner]
-                contents[partner] = sorted([*(others if isinstance(others, list) else (others,)), message])
-            else:
-                contents[partner] = message
+            others = contents.get(partner)
+            whole = [*(others if isinstance(others, list) else [] if others is None else [others]), message]
+            contents[partner] = sorted(whole) if len(whole) > 1 else message
         self._posted.clear()
         for partner, content in contents.items():
             lane = self._shared_lanes[partner]
@@ -255,17 +253,13 @@ class PositionVerifier:
             pieces = table.pieces[held]
             left = sum(not self.flags[table.weights[held] + piece] for piece in pieces)
             if left:
-                self._fault(
-                    "dependency",
-                    f"{action} comes before the last backward of stage {held}; {left} of {len(pieces)} "
-                    f"{'microbatches' if table.plan.num_slices == 1 else 'slices'} are not done",
-                    index,
-                )
+                what = f"{left} of {len(pieces)} {'microbatches' if table.plan.num_slices == 1 else 'slices'}"
+                text = f"{action} comes before the last backward of stage {held}; {what} are not done"
+                self._fault("dependency", text, index)
         return True
 
     def _may_collect(self, index: int, action: Action) -> bool:
         assert action.edge is not None
-        assert action.microbatch is not None
         assert action.direction is not None
         plan = self.table.plan
         rule = self.table.collectives.get((action.edge, action.direction))
@@ -291,9 +285,8 @@ def _missing_actions(table: PositionTable, flags: bytearray, reduced: set[str]) 
         if action.kind is ActionKind.W:  # without an I the whole backward is missing
             lacking = [piece for piece in lacking if flags[rule.needs[0] + piece]]
         for piece in lacking:
-            makers = table.makers_of(done + piece) or [
-                for_piece(action, plan.piece_of(action) + piece, plan.num_slices)
-            ]
+            makers = table.makers_of(done + piece)
+            makers = makers or [for_piece(action, plan.piece_of(action) + piece, plan.num_slices)]
             found.setdefault((action.kind, action.stage, action.edge, action.group), []).append(makers)
     faults = []
     for lacking_actions in found.values():
@@ -323,13 +316,8 @@ def check_lanes(ids: EventIds, verifiers: Sequence[PositionVerifier]) -> list[Fa
             for sends, position, order in ((True, lane.source, sent), (False, lane.destination, received)):
                 action = ids.message(order[number], sends=sends)
                 ends.append(f"position {position}, step {step_of(action, verifiers[position].steps)}: {action}")
-            faults.append(
-                Fault(
-                    "order",
-                    f"lane {lane}: message {number} is sent by {ends[0]}, and received as another by {ends[1]}; "
-                    "lanes are first in, first out",
-                )
-            )
+            text = f"lane {lane}: message {number} is sent by {ends[0]}, and received as another by {ends[1]}"
+            faults.append(Fault("order", f"{text}; lanes are first in, first out"))
     return faults
 
 
@@ -345,15 +333,13 @@ def check_calls(ids: EventIds, verifiers: Sequence[PositionVerifier]) -> list[Fa
                 continue
             number = _first_difference(ours, theirs)
             ways = "; ".join(_where(one, [step for _, step in calls], number) for one, calls in (first, other))
-            faults.append(
-                Fault("group", f"group {key!r}: collective {number} differs between members: {ways}")
-                if isinstance(key, str)
-                else Fault(
-                    "order",
-                    f"stage {key} lies on positions {list(positions)}, whose ranks may communicate inside it, and its "
-                    f"compute {number} differs between them: {ways}; put its computes in one order on all of them",
-                )
-            )
+            if isinstance(key, str):
+                text = f"group {key!r}: collective {number} differs between members: {ways}"
+                faults.append(Fault("group", text))
+                continue
+            what = f"stage {key} lies on positions {list(positions)}, whose ranks may communicate inside it"
+            text = f"its compute {number} differs between them: {ways}; put its computes in one order on all of them"
+            faults.append(Fault("order", f"{what}, and {text}"))
     return faults
 
 
@@ -366,11 +352,9 @@ def check_exchanges(verifiers: Sequence[PositionVerifier]) -> Iterator[Fault]:
             if verifier.position > partner or mine.contents == theirs.contents:
                 continue
             number = _first_difference(mine.contents, theirs.contents)
-            yield Fault(
-                "order",
-                f"positions {verifier.position} and {partner} share a lane, and their exchange {number} does not "
-                f"match: {_where(verifier, mine.steps, number)} against {_where(other, theirs.steps, number)}",
-            )
+            ways = f"{_where(verifier, mine.steps, number)} against {_where(other, theirs.steps, number)}"
+            what = f"positions {verifier.position} and {partner} share a lane, and their exchange {number}"
+            yield Fault("order", f"{what} does not match: {ways}")
 
 
 def _first_difference(ours: Sequence[object], theirs: Sequence[object]) -> int:

@@ -19,9 +19,7 @@ def check_sharding(plan: Plan, window: int | None) -> list[tuple[list[Fault], in
     """
     alone = [step for steps in plan.positions for step in steps if isinstance(step, Action)]
     sharded = {action.stage for action in alone if action.kind in SHARDING}
-    return [
-        _ShardedPosition(plan, position, sharded).check(steps, window) for position, steps in enumerate(plan.positions)
-    ]
+    return [_ShardedPosition(plan, place, sharded).check(steps, window) for place, steps in enumerate(plan.positions)]
 
 
 class _ShardedPosition:
@@ -56,12 +54,8 @@ class _ShardedPosition:
     def _faults(self, action: Action, index: int) -> Iterator[tuple[str, str]]:
         kind, stage = action.kind, action.stage
         if kind is ActionKind.REDUCE and action.group is not None:
-            late = sorted(self.unreduced.intersection(self.tied.get(action.group, ())))
-            if late:
-                yield (
-                    "dependency",
-                    f"{action} sums gradients of stage {late[0]}, which needs {late[0]}REDUCE_GRAD first",
-                )
+            for late in sorted(self.unreduced.intersection(self.tied.get(action.group, ())))[:1]:
+                yield "dependency", f"{action} sums gradients of stage {late}, which needs {late}REDUCE_GRAD first"
         if stage not in self.sharded or (kind not in COMPUTES and kind not in SHARDING):
             return
         if kind is UNSHARD:

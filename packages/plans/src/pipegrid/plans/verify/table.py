@@ -171,14 +171,21 @@ class PositionTable:
         trained = [stage for stage in self.stages if stage not in self.plan.forward_only]
         self.averaged = trained if self.plan.num_replicas > 1 and self.plan.has_communication else []
         for number, flow in enumerate(ids.dataflow.crossing if self.plan.has_communication else ()):
-            if flow.group is not None:
-                self._add_collective(flow)
-            elif position in flow.parties:
+            if flow.group is not None and position in flow.members:  # it may hold neither stage
+                action = Action(ActionKind.COLLECTIVE, flow.producer, 0, flow.edge, flow.group)
+                made = (self._result(flow.producer, flow.direction),) if position in flow.sources else ()
+                self.collectives[flow.edge, flow.direction] = ActionRule(action, self._flags(action), made)
+            elif flow.group is None and position in flow.parties:
                 for piece in flow.pieces if self.routed else (0,):
                     self._add_messages(number, flow, piece)
         for stage in self.stages:
             for piece in self.pieces[stage] if self.routed else (0,):
-                self._add_computes(stage, piece)
+                self._add_compute(F, stage, piece, self.forwards[stage])
+                if stage not in self.plan.forward_only:
+                    self._add_compute(B, stage, piece, self.gradients[stage], also=self.weights[stage])
+                    self._add_compute(I, stage, piece, self.gradients[stage], also=self.halves[stage])
+                    needs, joins = (self.halves[stage] + piece,), self._joins(W, stage, piece)
+                    self._add(ActionRule(Action(W, stage, piece), self.weights[stage] + piece, needs, events=joins))
 
     def _flags(self, *makers: Action) -> int:
         """The flag of piece 0; those of the others are behind it, so the number of a flag tells its piece."""
@@ -212,12 +219,12 @@ class PositionTable:
         ]
         blocks = self.blocking.rendezvous and self.blocking.lanes == "separate"
         at_once = self.blocking.in_order and len(own) == 1  # nothing else belongs to the flow's part of a batch
-        for kind, stage, sends in zip(
-            MESSAGE_KINDS[flow.direction], (flow.producer, flow.consumer), (True, False), strict=True
-        ):
-            ends, events = [], []
+        for sends, stage in ((True, flow.producer), (False, flow.consumer)):
+            kind, ends, events = MESSAGE_KINDS[flow.direction][0 if sends else 1], list[MessageEnd](), list[int]()
             for route in own:
-                if self.position != (route.lane.source if sends else route.lane.destination):
+                ends_at = route.lane.source, route.lane.destination
+                place, other = ends_at if sends else ends_at[::-1]
+                if self.position != place:
                     continue
                 here, there = (route.sent, route.received) if sends else (route.received, route.sent)
                 if blocks or (sends and not self.blocking.rendezvous):
@@ -225,7 +232,10 @@ class PositionTable:
                 if at_once:
                     events.append(~(there + piece))
                 waits = ~(there + piece) if blocks and not at_once else None
-                ends.append(self._end(route, piece, waits, sends=sends))
+                order = self.lanes.setdefault((route.lane, sends), len(self.lanes))
+                shared = self.blocking.lanes == "shared"
+                partner = self.partners.setdefault(other, len(self.partners)) if shared else None
+                ends.append((order, route.sent + piece, waits, partner))
             if ends:
                 result = self._result(stage, flow.direction) if sends else 0
                 self._add(
@@ -243,28 +253,6 @@ class PositionTable:
         if (kind, edge) not in self._ends:
             self._ends[kind, edge] = self._flags(Action(kind, stage, 0, edge))
         return self._ends[kind, edge]
-
-    def _end(self, route: Route, piece: int, waits: int | None, *, sends: bool) -> MessageEnd:
-        order = self.lanes.setdefault((route.lane, sends), len(self.lanes))
-        partner = route.lane.destination if sends else route.lane.source
-        shared = self.blocking.lanes == "shared"
-        number = self.partners.setdefault(partner, len(self.partners)) if shared else None
-        return order, route.sent + piece, waits, number
-
-    def _add_collective(self, flow: EdgeFlow) -> None:
-        """The rule of a member, which may hold neither stage."""
-        if self.position in flow.members:
-            action = Action(ActionKind.COLLECTIVE, flow.producer, 0, flow.edge, flow.group)
-            needs = (self._result(flow.producer, flow.direction),) if self.position in flow.sources else ()
-            self.collectives[flow.edge, flow.direction] = ActionRule(action, self._flags(action), needs)
-
-    def _add_computes(self, stage: int, piece: int) -> None:
-        self._add_compute(F, stage, piece, self.forwards[stage])
-        if stage not in self.plan.forward_only:
-            self._add_compute(B, stage, piece, self.gradients[stage], also=self.weights[stage])
-            self._add_compute(I, stage, piece, self.gradients[stage], also=self.halves[stage])
-            done, half, joins = self.weights[stage] + piece, self.halves[stage] + piece, self._joins(W, stage, piece)
-            self._add(ActionRule(Action(W, stage, piece), done, needs=(half,), events=joins))
 
     def _add_compute(self, kind: ActionKind, stage: int, piece: int, done: int, also: int | None = None) -> None:
         direction = FORWARD if kind is F else BACKWARD
@@ -289,11 +277,9 @@ class PositionTable:
             needs += [self._result(flow.producer, flow.direction) + made for made in flow.makers(message, position)]
         others = [origin for origin in origins if origin != position]
         if not self.plan.has_communication:
-            events += [
-                ~(self.ids.made[other, flow.producer, flow.direction] + made)
-                for other in others
-                for made in flow.makers(message, other)
-            ]
+            for other in others:
+                first = self.ids.made[other, flow.producer, flow.direction]
+                events += [~(first + made) for made in flow.makers(message, other)]
         elif others:
             needs.append(self._end_flags(MESSAGE_KINDS[flow.direction][1], flow.consumer, flow.edge) + message)
             if not self.blocking.rendezvous:

@@ -36,8 +36,8 @@ class Proof:
         num_actions: of all positions.
         num_messages: between positions.
         rendezvous: the argument of the proof.
-        lanes: the argument of the proof.
-        batches: the argument of the proof.
+        lanes: likewise.
+        batches: likewise.
         orders: the names of the order models under which it holds; none for computes alone.
         drains: whether it holds if computes wait for the whole device.
         peak_live: per position, the most activations live at once, in microbatches. A stage of n on its position counts
@@ -102,14 +102,13 @@ class Proof:
         return tuple([len(own) + groups.count(position) for position, own in enumerate(lanes)])
 
     def __str__(self) -> str:
-        lanes = "given communicators" if isinstance(self.lanes, LaneSharing) else f"{self.lanes} lanes"
-        if not self.communicates:
-            blocking = "computes alone"
-        else:
-            blocking = f"no deadlock {'even if sends block' if self.rendezvous else 'if sends are buffered'}, {lanes}"
+        blocking = "computes alone"
         if self.communicates:
+            lanes = "given communicators" if isinstance(self.lanes, LaneSharing) else f"{self.lanes} lanes"
             under = "every order model" if len(self.orders) == len(ORDER_MODELS) else ", ".join(self.orders)
-            blocking += f", under {under}{' and with waits for the whole device' if self.drains else ''}"
+            sends = "even if sends block" if self.rendezvous else "if sends are buffered"
+            drained = " and with waits for the whole device" if self.drains else ""
+            blocking = f"no deadlock {sends}, {lanes}, under {under}{drained}"
         slices = f" of {self.plan.num_slices} slices" if self.plan.num_slices > 1 else ""
         gathered = max(self.peak_gathered)
         sharded = f"; parameters there for each compute, of at most {gathered} stages at once" if gathered else ""
@@ -119,8 +118,7 @@ class Proof:
         if routes is not None:
             what = f"{self.num_positions} actors of {routes.num_replicas} replicas, {self.num_microbatches} units, "
         return (
-            f"{what}"
-            f"{self.num_actions} actions, {self.num_messages} messages: each once and in time; "
+            f"{what}{self.num_actions} actions, {self.num_messages} messages: each once and in time; "
             f"{blocking}{sharded}; at most {max(self.peak_live):g} microbatches live on a position{kept}, "
             f"{max(self.communicators)} communicators per rank"
         )

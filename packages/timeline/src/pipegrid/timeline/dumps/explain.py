@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeAlias
 
 from attrs import Factory, asdict, frozen
 
+from pipegrid.plans.orders.play import rings
 from pipegrid.plans.plan import Plan
 from pipegrid.timeline.dumps.places import Place, first_to_come, places_in
 from pipegrid.timeline.dumps.read import Dump, DumpError, Entry
@@ -142,11 +143,17 @@ def explain(
         found[rank] = _reason(rank, job, waits)
     roots = [Root(rank, *why, len(_behind(rank, targets))) for rank, why in found.items()]
     held = {rank for root in roots for rank in _behind(root.rank, targets)}
+    nexts: dict[int, Wait] = {}
+    for wait in waits:
+        if wait.rank not in held:
+            nexts.setdefault(wait.rank, wait)
     places = () if plan is None else places_in(plan, dumps)
     order = ("certain", "likely", "possible")
     return Explanation(
         tuple(sorted(roots, key=lambda root: (order.index(root.confidence), -root.waiting, root.rank))),
-        tuple(_cycles([wait for wait in waits if wait.rank not in held])),
+        tuple(
+            tuple(nexts[rank] for rank in ring) for ring in rings({rank: wait.other for rank, wait in nexts.items()})
+        ),
         tuple(waits),
         tuple(sorted(everyone - set(job.pending))),
         tuple(sorted(rank for rank, entries in job.pending.items() if not entries)),
@@ -178,23 +185,6 @@ def _behind(root: int, targets: Mapping[int, set[int]]) -> set[int]:
         new = {rank for rank, others in targets.items() if others & new} - found - {root}
         found |= new
     return found
-
-
-def _cycles(waits: Iterable[Wait]) -> Iterable[tuple[Wait, ...]]:
-    """Cycles of these waits, of which none leads to a root; each rank in one at most."""
-    nexts: dict[int, Wait] = {}
-    for wait in waits:
-        nexts.setdefault(wait.rank, wait)
-    seen = set[int]()
-    for first in nexts:
-        way: list[int] = []
-        rank = first
-        while rank in nexts and rank not in seen:
-            seen.add(rank)
-            way.append(rank)
-            rank = nexts[rank].other
-        if rank in way:
-            yield tuple(nexts[member] for member in way[way.index(rank) :])
 
 
 def _disagreements(dumps: Iterable[Dump]) -> Iterable[str]:

@@ -186,7 +186,6 @@ def _num_stages(num_positions: int, num_chunks: int, num_stages: int | None) -> 
     most = num_positions * num_chunks
     few = most - num_positions + 1
     if num_stages is not None and not few <= num_stages <= most:
-        raise PlanError(
-            f"num_stages is {num_stages}; {num_chunks} chunks on {num_positions} positions are {few}..{most}"
-        )
+        what = f"{num_chunks} chunks on {num_positions} positions"
+        raise PlanError(f"num_stages is {num_stages}; {what} are {few}..{most}")
     return most if num_stages is None else num_stages

@@ -111,8 +111,8 @@ def fitting_schedules(num_chunks: Count) -> tuple[str, ...]:
         >>> "zero_bubble_v" in fitting_schedules(2), find_schedule("1f1b", num_chunks=2).name
         (True, 'interleaved_1f1b')
     """
-    fitting = [known for known in SCHEDULES.values() if known.trains and _fits(known, num_chunks)]
-    return tuple(known.name for known in fitting if not known.sliced)
+    training = (known for known in SCHEDULES.values() if known.trains and not known.sliced)
+    return tuple(known.name for known in training if _fits(known, num_chunks))
 
 
 def _fits(known: Schedule, num_chunks: int) -> bool:
@@ -132,10 +132,8 @@ def stage_places(name: str, num_positions: Count, num_chunks: Count | None = Non
     """
     known = find_schedule(name)
     if num_chunks is not None and not _fits(known, num_chunks):
-        raise PlanError(
-            f"{known.name} does not run {num_chunks} stages on each position; these do: "
-            f"{', '.join(fitting_schedules(num_chunks))}"
-        )
+        fitting = ", ".join(fitting_schedules(num_chunks))
+        raise PlanError(f"{known.name} does not run {num_chunks} stages on each position; these do: {fitting}")
     if known.name == ANY_GRAPH:
         return looped_placement(num_positions, num_positions * (num_chunks or 1))
     return tuple(place for (place,) in _chain(known, num_positions, 1, num_chunks).placement)

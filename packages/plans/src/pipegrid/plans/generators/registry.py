@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
+from typing import Any
 
 from attrs import frozen
 
@@ -55,18 +56,17 @@ class Schedule:
         if overlap and not self.pairs:
             paired = ", ".join(other.name for other in SCHEDULES.values() if other.pairs)
             raise PlanError(f"{self.name} has no pairs of a forward and a backward; these do: {paired}")
-        options = ({"num_slices": num_slices or 1} if self.sliced else {}) | ({"overlap": True} if overlap else {})
+        options: dict[str, Any] = {"num_slices": num_slices or 1} if self.sliced else {}
+        options |= {"overlap": True} if overlap else {}
         if self.chunks is None:
-            return self.function(
-                num_positions, num_microbatches, num_chunks=num_chunks or 2, num_stages=num_stages, **options
-            )
+            options |= {"num_chunks": num_chunks or 2, "num_stages": num_stages}
+            return self.function(num_positions, num_microbatches, **options)
         if num_chunks not in (None, self.chunks):
             raise PlanError(f"num_chunks is {num_chunks}; {self.name} has {self.chunks} per position")
         plan = self.function(num_positions, num_microbatches, **options)
         if num_stages not in (None, plan.num_stages):
-            raise PlanError(
-                f"num_stages is {num_stages}; {self.name} has {plan.num_stages} on {num_positions} positions"
-            )
+            own = f"{self.name} has {plan.num_stages} on {num_positions} positions"
+            raise PlanError(f"num_stages is {num_stages}; {own}")
         return plan
 
 
@@ -95,13 +95,7 @@ SCHEDULES: Mapping[str, Schedule] = MappingProxyType(
             Schedule("u_shape", u_shape, 2, "Vepakomma et al. 2018; the order is ours"),
             Schedule("seq1f1b", seq1f1b, 1, "Sun et al. 2024", sliced=True),
             Schedule("seq1f1b_interleaved", seq1f1b_interleaved, None, "Sun et al. 2024", sliced=True),
-            Schedule(
-                "seq1f1b_zero_bubble",
-                seq1f1b_zero_bubble,
-                1,
-                "Sun et al. 2024; Qi et al. 2023, section 2.1",
-                sliced=True,
-            ),
+            Schedule("seq1f1b_zero_bubble", seq1f1b_zero_bubble, 1, "Sun et al. 2024; Qi et al. 2023", sliced=True),
             Schedule("forward_only", forward_only, None, "the forwards of interleaved_1f1b", trains=False),
         )
     }
@@ -117,7 +111,6 @@ def find_schedule(name: str, num_chunks: Count | None = None) -> Schedule:
     wanted = str(name).lower().replace("-", "_")
     wanted = _SYNONYMS.get(wanted, wanted)
     if wanted not in SCHEDULES:
-        raise PlanError(
-            f"there is no schedule {shown(name)}{nearest(wanted, SCHEDULES)}; the schedules are {', '.join(SCHEDULES)}"
-        )
+        near = nearest(wanted, SCHEDULES)
+        raise PlanError(f"there is no schedule {shown(name)}{near}; the schedules are {', '.join(SCHEDULES)}")
     return SCHEDULES["interleaved_1f1b" if wanted == "1f1b" and (num_chunks or 1) > 1 else wanted]

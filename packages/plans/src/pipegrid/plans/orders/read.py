@@ -67,9 +67,8 @@ def orders_from_json(text: str) -> Orders:
         if not isinstance(row, list):
             raise _error(row, f"ranks[{rank}]", "a list of steps")
         begins, ends = row[:1] != [_CUT], row[1:][-1:] != [_CUT]
-        rows.append(
-            (list(_parsed(row[not begins : len(row) - (not ends)], f"ranks[{rank}]", not begins)), begins, ends)
-        )
+        own = row[not begins : len(row) - (not ends)]
+        rows.append((list(_parsed(own, f"ranks[{rank}]", not begins)), begins, ends))
     steps = [steps for steps, _, _ in rows]
     places = _placement(document.get("placement"), steps)
     return Orders(
@@ -204,10 +203,8 @@ def _launches(steps: Sequence[_Step], places: Mapping[int, int], rank: int) -> I
             texts = [part.text if isinstance(part, Launch) else str(part) for part in step]
             messages = tuple(message for part in step for message in messages_of(part))
             if len(messages) < len(step):
-                raise PlanError(
-                    f"ranks[{rank}]: [{' '.join(texts)}] is no batch; messages are batched, and nothing else",
-                    path=f"ranks[{rank}]",
-                )
+                what = f"ranks[{rank}]: [{' '.join(texts)}] is no batch; messages are batched, and nothing else"
+                raise PlanError(what, path=f"ranks[{rank}]")
             yield Launch(f"[{' '.join(texts)}]", messages, batched=True)
         elif isinstance(step, Launch):
             yield step
@@ -251,9 +248,8 @@ def _csv_of_torch(schedule: Any) -> str:
     """The table that a schedule object runs."""
     name = type(schedule).__name__
     if any(base.__name__ == "PipelineScheduleSingle" for base in type(schedule).__mro__):
-        raise PlanError(
-            f"{name} runs a loop of its own, and its pipeline_order is for pictures; take the plan of the same name"
-        )
+        why = "runs a loop of its own, and its pipeline_order is for pictures"
+        raise PlanError(f"{name} {why}; take the plan of the same name")
     table = getattr(schedule, "pipeline_order_with_comms", None) or getattr(schedule, "pipeline_order", None)
     if not table:
         raise PlanError(f"{name} tells no order; it has neither pipeline_order_with_comms nor pipeline_order")

@@ -369,12 +369,8 @@ def _averages(
             continue
         for place in plan.placement[stage]:
             members = dataflow.groups[replicas_of(place)]
-            ends = [
-                at
-                for member in members
-                for action, at in zip(computes[member], line.at[member], strict=True)
-                if action.stage == stage
-            ]
+            done = (each for member in members for each in zip(computes[member], line.at[member], strict=True))
+            ends = [at for action, at in done if action.stage == stage]
             yield Action(ActionKind.REDUCE, stage), members, max(ends, default=0)
 
 
@@ -453,14 +449,13 @@ def with_collectives(plan: Plan, collectives: Mapping[Edge, str]) -> tuple[Group
 
 def tied_groups(plan: Plan, tied: Mapping[str, Sequence[int]]) -> tuple[Group, ...]:
     """One group for each shared parameter: the positions of its stages."""
+    groups = []
     for name, stages in tied.items():
         for stage in checked(stages, tuple[Index, ...], f"tied[{name!r}]", PlanError):
             if stage >= plan.num_stages:
                 raise PlanError(f"tied {name!r} names stage {stage}; the plan has stages 0..{plan.num_stages - 1}")
-    return tuple(
-        Group(name, {place for stage in stages for place in plan.placement[stage]}, tied=stages)
-        for name, stages in tied.items()
-    )
+        groups.append(Group(name, {place for stage in stages for place in plan.placement[stage]}, tied=stages))
+    return tuple(groups)
 
 
 def reductions(position: int, plan: Plan, groups: Sequence[Group]) -> list[Step]:

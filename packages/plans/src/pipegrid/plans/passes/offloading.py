@@ -135,10 +135,8 @@ class _PositionStays:
                 idle = [stay for stay in self.stays if stay.first < index <= stay.last and stay.used > index]
                 over = held > self.limit
                 if over and not idle:
-                    raise PlanError(
-                        f"memory_limit {self.limit:g} does not hold what position {self.number} computes with; "
-                        f"the least that works there is {held}"
-                    )
+                    what = f"memory_limit {self.limit:g} does not hold what position {self.number} computes with"
+                    raise PlanError(f"{what}; the least that works there is {held}")
                 hidden = [stay for stay in idle if stay.first < index - 1] or (idle if over else [])
                 if not hidden:
                     break

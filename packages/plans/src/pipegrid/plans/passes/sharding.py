@@ -90,9 +90,8 @@ def _swaps(uses: Sequence[tuple[int, int]], window: int) -> list[tuple[int, list
             if len(gathered) == window:
                 free = [held for held, used in gathered.items() if used < number]  # not by the other half of a pair
                 if not free:
-                    raise PlanError(
-                        f"a pair computes two stages, and {window} may be gathered at once; prefetch one more"
-                    )
+                    what = f"a pair computes two stages, and {window} may be gathered at once"
+                    raise PlanError(f"{what}; prefetch one more")
                 victim = max(free, key=lambda held: coming[held][-1] if coming[held] else math.inf)
                 freed, place = [victim], gathered.pop(victim) + 1
             done = max(done, place)

@@ -152,8 +152,10 @@ class Reader:
     def _plan(self) -> Plan:
         actions, header = [action for _, _, action in self.actions], self.header
         implied = {part: 1 + max(map(number, actions)) for part, number in _IMPLIED.items()}
-        count = self._count("microbatches", self.num_microbatches or implied["microbatches"])
-        slices = self._count("slices", implied["slices"])
+        implied["microbatches"] = self.num_microbatches or implied["microbatches"]
+        count, slices = (
+            int(header[name][0][0]) if name in header else implied[name] for name in ("microbatches", "slices")
+        )
         graph = self._graph(self.num_stages or implied["modules"])
         placement = [_numbers(word[0]) for word in header["placement"]] if "placement" in header else None
         routes = self.routes.routes()
@@ -178,9 +180,6 @@ class Reader:
             num_slices=slices,
             routes=routes,
         )
-
-    def _count(self, name: str, implied: int) -> int:
-        return int(self.header[name][0][0]) if name in self.header else implied
 
     def _graph(self, implied: int) -> ModuleGraph:
         skips = [parse_edge(edge) for word in self.header.get("skips", ()) for edge in word[0].split(",")]
@@ -221,11 +220,7 @@ def _group(number: int, words: Sequence[Token]) -> Group:
         raise words[0].error("a line such as: group bridge 0,3 edges 1>2 tied 0,3")
     name, positions, edges, tied = (part or "" for part in match.group("name", "positions", "edges", "tied"))
     try:
-        return Group(
-            name,
-            _numbers(positions),
-            edges=[parse_edge(edge) for edge in edges.split(",") if edge],
-            tied=_numbers(tied) if tied else (),
-        )
+        carried = [parse_edge(edge) for edge in edges.split(",") if edge]
+        return Group(name, _numbers(positions), edges=carried, tied=_numbers(tied) if tied else ())
     except PlanError as error:
         raise PlanError(str(error), path=f"groups[{number}].name") from None

@@ -73,12 +73,8 @@ class _Panel:
     """One timeline laid out: where its rows are, and how time maps to x."""
 
     def __init__(self, timeline: Timeline, *, left: float, scale: float, top: float) -> None:
-        self.timeline = timeline
-        self.left = left
-        self.scale = scale
-        self.has_title = bool(timeline.title)
-        self.rows_top = top + (20 if self.has_title else 0) + 20
-        self.top = top
+        self.timeline, self.left, self.scale, self.top = timeline, left, scale, top
+        self.rows_top = top + (20 if timeline.title else 0) + 20
         drawn = [span for span in timeline.spans if span.is_transfer and span.duration * scale > 0.5]
         self.strip = STRIP + 1 if drawn else 0
         self.memory = MEMORY if timeline.counters else 0
@@ -93,15 +89,10 @@ class _Panel:
     def y(self, row: int) -> float:
         return self.rows_top + row * self.pitch
 
-    def shade(self, span: Span) -> float:
-        """The share of white: 0 for the first stage of the row, up to 0.6 for the last of many."""
-        stages = self.timeline.stages[span.row]
-        if span.stage not in stages or self.most_stages < 2 or span.kind in HATCHED:
-            return 0.0
-        return 0.6 * stages.index(span.stage) / (self.most_stages - 1)
-
     def colour(self, span: Span) -> str:
-        return tint(COLOURS.get(span.kind, OTHER), self.shade(span))
+        """Of its kind, with a share of white: 0 for the first stage of the row, up to 0.6 for the last of many."""
+        share = 0.6 * self.timeline.shade(span) / max(1, self.most_stages - 1)
+        return tint(COLOURS.get(span.kind, OTHER), 0.0 if span.kind in HATCHED else share)
 
     def middle(self, span: Span) -> tuple[float, float]:
         """The end point of an arrow to or from ``span``."""
@@ -109,7 +100,9 @@ class _Panel:
         return self.x(span.start if span.is_transfer else span.end), self.y(span.row) + inset
 
     def parts(self, *, arrows: bool) -> Iterator[str]:
-        yield from self._heading()
+        if self.timeline.title:
+            yield _text("ink title", PAD, self.top + 13, self.timeline.title)
+        yield _text("soft", PAD, self.rows_top - 10, summary(self.timeline))
         yield from self._grid()
         for row, name in enumerate(self.timeline.rows):
             yield from self._row_background(row, name)
@@ -121,11 +114,6 @@ class _Panel:
                 yield self._memory(counter)
         if arrows:
             yield from self._arrows()
-
-    def _heading(self) -> Iterator[str]:
-        if self.has_title:
-            yield _text("ink title", PAD, self.top + 13, self.timeline.title)
-        yield _text("soft", PAD, self.rows_top - 10, summary(self.timeline))
 
     def _grid(self) -> Iterator[str]:
         timeline = self.timeline
@@ -157,16 +145,12 @@ class _Panel:
         fill = self.colour(span)
         x, drawn = _n(self.x(span.start) + gap / 2), _n(max(width - gap, 0.2))
         place = f'x="{x}" y="{_n(y)}" width="{drawn}" height="{_n(height)}"'
-        rect = f'<rect fill="{fill}" {place}'
+        closing = "/>"
         if tip:
-            unit, zero = self.timeline.unit, self.timeline.start
-            text = (
-                f"{span.name}: {time_text(span.start - zero, unit)} to {time_text(span.end - zero, unit)} "
-                f"({time_text(span.duration, unit)})"
-            )
-            yield f"{rect}><title>{escape(text)}</title></rect>"
-        else:
-            yield f"{rect}/>"
+            zero, unit = self.timeline.start, self.timeline.unit
+            start, end, took = (time_text(t, unit) for t in (span.start - zero, span.end - zero, span.duration))
+            closing = f"><title>{escape(f'{span.name}: {start} to {end} ({took})')}</title></rect>"
+        yield f'<rect fill="{fill}" {place}{closing}'
         if span.kind in HATCHED:
             yield f'<rect fill="url(#hatch)" {place} pointer-events="none"/>'
         text = span.label or span.number
@@ -203,11 +187,8 @@ def _legend(panels: Sequence[_Panel], y: float, width: float) -> tuple[list[str]
     spans = [span for panel in panels for span in panel.timeline.spans]
     kinds = {span.kind for span in spans if not span.is_transfer}
     if any(panel.strip for panel in panels):
-        kinds |= {
-            span.kind
-            for span in spans
-            if span.kind in ("RECV_F", "RECV_B", "UNSHARD", "REDUCE_GRAD", "OFFLOAD", "RELOAD")
-        }
+        drawn = {"RECV_F", "RECV_B", "UNSHARD", "REDUCE_GRAD", "OFFLOAD", "RELOAD"}
+        kinds |= drawn & {span.kind for span in spans}
     known = [kind for kind in COLOURS if kind in kinds]
     entries = [(f'fill="{COLOURS[kind]}"', MEANING[kind]) for kind in known]
     entries += [(f'fill="{OTHER}"', kind) for kind in sorted(kinds - set(known))]
@@ -248,8 +229,7 @@ def _scale(panels: Sequence[Timeline], width: float | None) -> list[float]:
         for panel in panels:
             work = sorted(span.duration for span in panel.spans if span.is_compute and span.duration > 0)
             if work:
-                typical_short = work[len(work) // 10]
-                width = max(width, READABLE * lengths[panel.unit] / typical_short)
+                width = max(width, READABLE * lengths[panel.unit] / work[len(work) // 10])  # of the typical short ones
         width = min(width, WIDEST)
     return [width / lengths[panel.unit] if lengths[panel.unit] > 0 else 1.0 for panel in panels]
 

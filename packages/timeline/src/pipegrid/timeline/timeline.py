@@ -173,18 +173,16 @@ class Timeline:
 
     def __attrs_post_init__(self) -> None:
         count = len(self.rows)
-        placed = [(span.name, span.row) for span in self.spans]
-        placed += [(counter.name, counter.row) for counter in self.counters]
-        for name, row in placed:
-            if row >= count:
-                raise TimelineError(f"{name!r} is on row {row}; the timeline has {count} rows, numbered from 0")
+        placed: list[Span | Counter] = [*self.spans, *self.counters]
+        for one in placed:
+            if one.row >= count:
+                raise TimelineError(f"{one.name!r} is on row {one.row}; the timeline has {count} rows, numbered from 0")
         ends = [end for flow in self.flows for end in (flow.source, flow.destination)]
         if max(ends, default=-1) >= len(self.spans):
             raise TimelineError(f"a flow names span {max(ends)}; the timeline has {len(self.spans)} spans, from 0")
-        if len(self.notes) not in (0, count):
-            raise TimelineError(f"there are {len(self.notes)} notes for {count} rows; give one for each, or none")
-        if len(self.replicas) not in (0, count):
-            raise TimelineError(f"there are {len(self.replicas)} replicas for {count} rows; give one for each, or none")
+        for what, given in (("notes", self.notes), ("replicas", self.replicas)):
+            if len(given) not in (0, count):
+                raise TimelineError(f"there are {len(given)} {what} for {count} rows; give one for each, or none")
 
     @cached_property
     def start(self) -> float:
@@ -226,6 +224,11 @@ class Timeline:
                 found[span.row].add(span.stage)
         return tuple(tuple(sorted(stages)) for stages in found)
 
+    def shade(self, span: Span) -> int:
+        """The place of the span's stage among those that work on its row, from 0; 0 without."""
+        stages = self.stages[span.row]
+        return stages.index(span.stage) if span.stage in stages else 0
+
     @cached_property
     def shares(self) -> dict[Span, tuple[float, float]]:
         """The part of its row's height, from 0 at the top to 1, of each span of work that overlaps others there."""
@@ -265,20 +268,13 @@ def scaled(timeline: Timeline, factor: Seconds, *, unit: str) -> Timeline:
         >>> scaled(timeline(gpipe(2, 2)), 0.010, unit="s").makespan
         0.09
     """
-    zero = timeline.start
 
     def at(time: float) -> float:
-        return (time - zero) * factor
+        return (time - timeline.start) * factor
 
-    def moved(counter: Counter) -> Counter:
-        return evolve(counter, points=tuple((at(time), value) for time, value in counter.points))
-
-    return evolve(
-        timeline,
-        unit=unit,
-        spans=tuple(evolve(span, start=at(span.start), end=at(span.end)) for span in timeline.spans),
-        counters=tuple(moved(counter) for counter in timeline.counters),
-    )
+    counters = [evolve(one, points=[(at(time), value) for time, value in one.points]) for one in timeline.counters]
+    spans = [evolve(span, start=at(span.start), end=at(span.end)) for span in timeline.spans]
+    return evolve(timeline, unit=unit, spans=spans, counters=counters)
 
 
 def as_panels(timeline: Timeline | Sequence[Timeline]) -> tuple[Timeline, ...]:

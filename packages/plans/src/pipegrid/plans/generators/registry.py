@@ -95,7 +95,13 @@ SCHEDULES: Mapping[str, Schedule] = MappingProxyType(
             Schedule("u_shape", u_shape, 2, "Vepakomma et al. 2018; the order is ours"),
             Schedule("seq1f1b", seq1f1b, 1, "Sun et al. 2024", sliced=True),
             Schedule("seq1f1b_interleaved", seq1f1b_interleaved, None, "Sun et al. 2024", sliced=True),
-            Schedule("seq1f1b_zero_bubble", seq1f1b_zero_bubble, 1, "Sun et al. 2024; Qi et al. 2023", sliced=True),
+            Schedule(
+                "seq1f1b_zero_bubble",
+                seq1f1b_zero_bubble,
+                1,
+                "Sun et al. 2024; Qi et al. 2023, section 2.1",
+                sliced=True,
+            ),
             Schedule("forward_only", forward_only, None, "the forwards of interleaved_1f1b", trains=False),
         )
     }

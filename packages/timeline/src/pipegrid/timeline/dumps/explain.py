@@ -73,11 +73,10 @@ class Explanation:
         return plain
 
     def __str__(self) -> str:
-        held = ["1 rank waits for it" if one.waiting == 1 else f"{one.waiting} ranks wait for it" for one in self.roots]
-        lines = [
-            f"root: rank {one.rank} ({one.confidence}): {one.reason}; {text}"
-            for one, text in zip(self.roots, held, strict=True)
-        ]
+        lines = []
+        for one in self.roots:
+            held = f"{one.waiting} rank{' waits' if one.waiting == 1 else 's wait'} for it"
+            lines.append(f"root: rank {one.rank} ({one.confidence}): {one.reason}; {held}")
         for cycle in self.cycles:
             ranks = sorted({wait.rank for wait in cycle})
             lines.append(f"deadlock: ranks {', '.join(map(str, ranks))} wait for each other in a cycle")
@@ -201,9 +200,7 @@ def _disagreements(dumps: Iterable[Dump]) -> Iterable[str]:
                 if what == "kind" or entry.kind in _ALIKE:
                     said[getattr(entry, what)].append(rank)
             if len(said) > 1:
-                texts = [
-                    f"{_ranks(ranks)} {'launched' if what == 'kind' else 'passed'} {text}"
-                    for text, ranks in said.items()
-                ]
+                does = "launched" if what == "kind" else "passed"
+                texts = [f"{_ranks(ranks)} {does} {text}" for text, ranks in said.items()]
                 yield f"collective {sequence} of group {group[0]}: {', '.join(texts)}"
                 break

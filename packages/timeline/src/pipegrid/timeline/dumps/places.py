@@ -37,9 +37,8 @@ class Place:
 
     def __str__(self) -> str:
         found = " or ".join(self.texts[:_SHOWN]) + (" or ..." if len(self.texts) > _SHOWN else "")
-        return (
-            f"rank {self.rank} (position {self.position}) {'stands at' if self.under_way else 'should come to'} {found}"
-        )
+        does = "stands at" if self.under_way else "should come to"
+        return f"rank {self.rank} (position {self.position}) {does} {found}"
 
 
 def places_in(plan: Plan, dumps: Sequence[Dump]) -> tuple[Place, ...]:
@@ -67,9 +66,8 @@ def _place(plan: Plan, dump: Dump, ranks: tuple[int, ...]) -> Place:
     own = [entry for entry in dump.entries if entry.peer is not None]
     ranks = next((one.members for one in own if len(one.members) == plan.num_positions), ranks)
     if dump.rank not in ranks:
-        raise PlanError(
-            f"{dump.file}: rank {dump.rank} is in no group of {plan.num_positions} ranks, a rank for each position"
-        )
+        what = f"rank {dump.rank} is in no group of {plan.num_positions} ranks, a rank for each position"
+        raise PlanError(f"{dump.file}: {what}")
     position = ranks.index(dump.rank)
     actions = list(plan.actions(position))
     messages = [number for number, action in enumerate(actions) if action.kind.is_message]

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable
 from typing import Annotated, Any, TypeAlias
 
-from attrs import field, frozen
+from attrs import astuple, field, frozen
 
 from pipegrid.core.fields import Index, Name, Rule, checked_fields, integer, number, shown
 from pipegrid.plans.plan import Plan, from_json, load_json, require_plan, to_json
@@ -38,10 +38,6 @@ class Recorded:
         end: when it ended; for a message or a ``COLLECTIVE``, when it was complete.
         posted: when the host was free again.
         memory: bytes that the action left allocated, negative where it freed more.
-
-    Examples:
-        >>> Recorded(index=0, start=0.0, end=0.010, memory=1024).end
-        0.01
     """
 
     index: Index
@@ -59,10 +55,6 @@ class Aside:
         name: such as loading data, or the optimizer's step.
         start: when it started.
         end: when it ended.
-
-    Examples:
-        >>> Aside("data", start=0.0, end=0.2).name
-        'data'
     """
 
     name: Name
@@ -117,13 +109,13 @@ class Recording:
         require_plan(self.plan, error=TimelineError)
         count = [sum(1 for _ in self.plan.actions(p)) for p in range(self.plan.num_positions)]
         for track in self.tracks:
+            last, what = max((entry.index for entry in track.actions), default=-1), f"rank {track.rank} recorded"
             if track.position >= len(count):
-                what = f"rank {track.rank} recorded position {track.position}"
-                raise TimelineError(f"{what}; the plan has positions 0..{len(count) - 1}")
-            last = max((entry.index for entry in track.actions), default=-1)
+                rule = f"the plan has positions 0..{len(count) - 1}"
+                raise TimelineError(f"{what} position {track.position}; {rule}")
             if last >= count[track.position]:
-                what = f"rank {track.rank} recorded action {last} of position {track.position}"
-                raise TimelineError(f"{what}, which has {count[track.position]}, numbered from 0")
+                rule = f"which has {count[track.position]}, numbered from 0"
+                raise TimelineError(f"{what} action {last} of position {track.position}, {rule}")
 
 
 def recording_to_json(recording: Recording) -> str:
@@ -137,17 +129,11 @@ def recording_to_json(recording: Recording) -> str:
         >>> recording_from_json(recording_to_json(recording)) == recording
         True
     """
-    tracks = [
-        json.dumps(
-            {
-                "rank": track.rank,
-                "position": track.position,
-                "actions": [[a.index, a.start, a.end, a.posted, a.memory] for a in track.actions],
-                "asides": [[aside.name, aside.start, aside.end] for aside in track.asides],
-            }
-        )
-        for track in recording.tracks
-    ]
+    rows = []
+    for track in recording.tracks:
+        actions, asides = list(map(astuple, track.actions)), list(map(astuple, track.asides))
+        rows.append({"rank": track.rank, "position": track.position, "actions": actions, "asides": asides})
+    tracks = map(json.dumps, rows)
     return f'{{"plan": {to_json(recording.plan).strip()},\n"tracks": [\n' + ",\n".join(tracks) + "\n]}\n"
 
 
@@ -158,12 +144,6 @@ def recording_from_json(text: str) -> Recording:
         PlanSyntaxError: text that is not JSON.
         PlanError: a plan that is wrong, by the path in it.
         TimelineError: a track that is wrong, by its path.
-
-    Examples:
-        >>> from pipegrid.plans import gpipe
-        >>> text = recording_to_json(Recording(gpipe(1, 1), [Track(0, 0, [Recorded(0, 0.0, 1.0)])]))
-        >>> recording_from_json(text).tracks[0].actions[0].end
-        1.0
     """
     data = load_json(text)
     if not isinstance(data, dict) or set(data) != {"plan", "tracks"} or not isinstance(data["tracks"], list):
@@ -174,11 +154,7 @@ def recording_from_json(text: str) -> Recording:
 
 def _track(data: Any, path: str) -> Track:
     try:
-        return Track(
-            data["rank"],
-            data["position"],
-            [Recorded(*entry) for entry in data["actions"]],
-            [Aside(*entry) for entry in data["asides"]],
-        )
+        actions, asides = [Recorded(*one) for one in data["actions"]], [Aside(*one) for one in data["asides"]]
+        return Track(data["rank"], data["position"], actions, asides)
     except (TypeError, KeyError, TimelineError) as error:
         raise TimelineError(f"{path} is {shown(data)}, and no track of a recording: {error}") from None

@@ -100,10 +100,9 @@ def orders_from_csv(text: str, *, batched: bool = True) -> Orders:
 def is_orders(text: str) -> bool:
     """Whether ``text`` is a document of orders, right or wrong: a JSON object with ``ranks``."""
     try:
-        document = load_json(text)
+        return isinstance(document := load_json(text), dict) and "ranks" in document
     except PlanError:
         return False
-    return isinstance(document, dict) and "ranks" in document
 
 
 def _error(found: Any, path: str, expected: str) -> PlanError:
@@ -153,12 +152,9 @@ def _named(step: Mapping[str, Any], path: str) -> Launch:
     if step.keys() <= {"compute", "needs"} and "compute" in step:
         needs: tuple[str, ...] = check(step.get("needs", ()), tuple[Name, ...], f"{path}.needs")
         return Launch(check(step["compute"], Name, f"{path}.compute"), needs=frozenset(needs))
-    way: Literal["send", "receive"]
-    if step.keys() >= {"send", "to"}:
-        way, rank = "send", "to"
-    elif step.keys() >= {"receive", "from"}:
-        way, rank = "receive", "from"
-    else:
+    way: Literal["send", "receive"] = "send" if "send" in step else "receive"
+    rank = "to" if way == "send" else "from"
+    if not step.keys() >= {way, rank}:
         raise _error(step, path, expected)
     if not step.keys() <= {way, rank, "group", "holds"} or not isinstance(step.get("holds", False), bool):
         raise _error(step, path, f'{expected}; a message may have "group", and "holds", which is true or false')
@@ -172,11 +168,10 @@ def _placement(given: Any, rows: Sequence[Iterable[_Step]]) -> Mapping[int, int]
     places: dict[int, int] = {}
     if given is not None:
         places = dict(enumerate(checked(given, tuple[Index, ...], "placement", partial(PlanError, path="placement"))))
-    for rank, steps in enumerate(rows):
-        for action in _actions(steps):
-            if places.setdefault(action.stage, rank) != rank:
-                text = f"{action} of rank {rank}: stage {action.stage} is on rank {places[action.stage]}"
-                raise PlanError(text, path=f"ranks[{rank}]")
+    for rank, action in ((rank, action) for rank, steps in enumerate(rows) for action in _actions(steps)):
+        if places.setdefault(action.stage, rank) != rank:
+            text = f"{action} of rank {rank}: stage {action.stage} is on rank {places[action.stage]}"
+            raise PlanError(text, path=f"ranks[{rank}]")
     return places
 
 

@@ -20,8 +20,7 @@ from pipegrid.plans.orders.prove import model_named, prove_order
 from pipegrid.plans.plan import Plan, require_plan
 from pipegrid.plans.plan.dataflow import dataflow_of
 from pipegrid.plans.verify.explain import deadlock
-from pipegrid.plans.verify.memory import Peaks, peak_kept, peaks_of
-from pipegrid.plans.verify.offloading import check_offloading
+from pipegrid.plans.verify.memory import Peaks, check_offloading, peak_kept, peaks_of
 from pipegrid.plans.verify.position import PositionVerifier, check_calls, check_exchanges, check_lanes
 from pipegrid.plans.verify.sharding import check_sharding
 from pipegrid.plans.verify.table import Batches, Blocking, EventIds, PositionTable

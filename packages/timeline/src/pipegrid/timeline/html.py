@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Iterable, Sequence
 from html import escape
 from importlib.resources import files
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from pathlib import Path
 from string import Template
 from typing import Any
@@ -48,6 +48,11 @@ def _panel(timeline: Timeline) -> dict[str, Any]:
         {text: number for number, text in enumerate(dict.fromkeys(texts))}
         for texts in ([span.kind for span in spans], ["", *(span.label for span in spans)])
     )
+    counters = []
+    for counter in timeline.counters:
+        times, values = (map(itemgetter(at), counter.points) for at in (0, 1))
+        columns = {"time": _column("f64", times), "value": _column("f64", values)}
+        counters.append({"row": counter.row, "name": counter.name, "columns": columns})
     return {
         "title": timeline.title,
         "unit": timeline.unit,
@@ -63,17 +68,7 @@ def _panel(timeline: Timeline) -> dict[str, Any]:
             "kind": _column("u32", (kinds[span.kind] for span in spans)),
             "label": _column("u32", (labels[span.label] for span in spans)),
         },
-        "counters": [
-            {
-                "row": counter.row,
-                "name": counter.name,
-                "columns": {
-                    "time": _column("f64", (time for time, _ in counter.points)),
-                    "value": _column("f64", (value for _, value in counter.points)),
-                },
-            }
-            for counter in timeline.counters
-        ],
+        "counters": counters,
     }
 
 

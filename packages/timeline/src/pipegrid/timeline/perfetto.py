@@ -73,30 +73,15 @@ def _process(timeline: Timeline, pid: int, first_flow: int) -> Iterator[Event]:
         for index, track in tracks.items():
             tid_of[index] = row * TRACKS_PER_ROW + track
     for (start, end, index, _), span in zip(slices, timeline.spans, strict=True):
-        yield {
-            "ph": "X",
-            "name": span.name,
-            "cat": span.kind,
-            "pid": pid,
-            "tid": tid_of[index],
-            "ts": start / NANOSECONDS,
-            "dur": (end - start) / NANOSECONDS,
-            "args": {"kind": span.kind, "stage": span.stage, "microbatch": span.microbatch}
-            | ({} if span.slice is None else {"slice": span.slice})
-            | ({} if span.home is None else {"home": span.home}),
-        }
+        where = {"pid": pid, "tid": tid_of[index], "ts": start / NANOSECONDS, "dur": (end - start) / NANOSECONDS}
+        own = {"kind": span.kind, "stage": span.stage, "microbatch": span.microbatch}
+        own |= {name: at for name, at in (("slice", span.slice), ("home", span.home)) if at is not None}
+        yield {"ph": "X", "name": span.name, "cat": span.kind, **where, "args": own}
     for number, flow in enumerate(timeline.flows, first_flow):
         for phase, index in (("s", flow.source), ("f", flow.destination)):
-            yield {
-                "ph": phase,
-                "bp": "e",  # bind to the slice around it, not to the next one
-                "id": number,
-                "name": "transfer",
-                "cat": "transfer",
-                "pid": pid,
-                "tid": tid_of[index],
-                "ts": slices[index].start / NANOSECONDS,
-            }
+            where = {"pid": pid, "tid": tid_of[index], "ts": slices[index].start / NANOSECONDS}
+            # Bound ("bp") to the slice around it, not to the next one.
+            yield {"ph": phase, "bp": "e", "id": number, "name": "transfer", "cat": "transfer", **where}
     for counter in timeline.counters:
         title = f"{counter.name}, {timeline.rows[counter.row]}"
         for time, value in counter.points:

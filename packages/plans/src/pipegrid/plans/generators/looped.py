@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections import deque
 
+from attrs import evolve
+
 from pipegrid.core.fields import Count, Index, checked_arguments
 from pipegrid.plans.errors import PlanError
 from pipegrid.plans.generators.shapes import Order, Steps, chain_plan, looped_placement
-from pipegrid.plans.plan import Action, ActionKind, Plan, backward, forward, input_backward, weight_backward
+from pipegrid.plans.plan import Action, ActionKind, Plan, backward, forward
 
 
 @checked_arguments(PlanError)
@@ -66,11 +68,8 @@ def interleaved_1f1b(
         for index in range(len(forwards) + warmup):
             passes = [(forward, *forwards[index])] if index < len(forwards) else []
             passes += [(backward, *backwards[index - warmup])] if index >= warmup else []
-            both = [
-                make(chunk * num_positions + position, m)
-                for make, chunk, m in passes
-                if m < num_microbatches and chunk * num_positions + position < stages
-            ]
+            placed = ((make, chunk * num_positions + position, m) for make, chunk, m in passes)
+            both = [make(stage, m) for make, stage, m in placed if m < num_microbatches and stage < stages]
             steps += [tuple(both)] if overlap and len(both) == 2 else both
         return steps
 
@@ -117,12 +116,11 @@ def interleaved_zero_bubble(
         split: Order = []
         owed: deque[Action] = deque()
         for action in whole.actions(position):
-            assert action.microbatch is not None  # every compute has one
             if action.kind is ActionKind.F:
                 split.append(action)
                 continue
-            split.append(input_backward(action.stage, action.microbatch))
-            owed.append(weight_backward(action.stage, action.microbatch))
+            split.append(evolve(action, kind=ActionKind.I))
+            owed.append(evolve(action, kind=ActionKind.W))
             if len(owed) > (position if delayed else 0):
                 split.append(owed.popleft())
         return [*split, *owed]

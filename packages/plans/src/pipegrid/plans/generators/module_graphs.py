@@ -181,10 +181,8 @@ def schedule_for(
     places = as_placement(range(graph.num_stages) if placement is None else placement)
     require_placed(places, graph)
     frozen = frozen_stages(graph, forward_only)
-    branches = PlanError(
-        f"{known.name} is a schedule of one chain, and the graph of {', '.join(graph.order)} branches; "
-        f"only {ANY_GRAPH} runs such a graph"
-    )
+    what = f"{known.name} is a schedule of one chain, and the graph of {', '.join(graph.order)} branches"
+    branches = PlanError(f"{what}; only {ANY_GRAPH} runs such a graph")
     if len(graph.sinks) > 1:
         raise branches
     if graph.stage(graph.order[-1], 0) in frozen:
@@ -234,14 +232,10 @@ def _main_orders(
     for position, stages in main.items():
         encoders = [stage for stage in held[position] if stage < first]
         trained = [stage for stage in reversed(encoders) if stage not in frozen]
-        orders[position] = [
-            *(forward(stage, m) for m in microbatches for stage in encoders),
-            *(
-                evolve(action, stage=action.stage + first)
-                for action in schedule.actions(schedule.stages_at.index(stages))
-            ),
-            *(backward(stage, m) for m in microbatches for stage in trained),
-        ]
+        actions = schedule.actions(schedule.stages_at.index(stages))
+        orders[position] = [forward(stage, m) for m in microbatches for stage in encoders]
+        orders[position] += [evolve(action, stage=action.stage + first) for action in actions]
+        orders[position] += [backward(stage, m) for m in microbatches for stage in trained]
     return orders
 
 

@@ -77,35 +77,26 @@ def require_slices(known: Schedule, num_slices: int) -> None:
         raise PlanError(f"{known.name} does not cut microbatches into {num_slices} slices; these do: {sliced}")
 
 
-SCHEDULES: Mapping[str, Schedule] = MappingProxyType(
-    {
-        schedule.name: schedule
-        for schedule in (
-            Schedule("gpipe", gpipe, 1, "Huang et al. 2019, section 2.3"),
-            Schedule("1f1b", one_f_one_b, 1, "Narayanan et al. 2021, section 2.2.1"),
-            Schedule("interleaved_1f1b", interleaved_1f1b, None, "Narayanan et al. 2021, section 2.2.2", pairs=True),
-            Schedule("interleaved_zero_bubble", interleaved_zero_bubble, None, "Kimi Team 2025, section 2.4.2"),
-            Schedule("looped_bfs", looped_bfs, None, "Lamy-Poirier 2023, section 4"),
-            Schedule("zero_bubble_h1", zero_bubble_h1, 1, "Qi et al. 2023, section 2.1"),
-            Schedule("zero_bubble_h2", zero_bubble_h2, 1, "Qi et al. 2023, section 2.2"),
-            Schedule("zero_bubble_v", zero_bubble_v, 2, "Qi et al. 2023, section 6", pairs=True),
-            Schedule("v_half", v_half, 2, "Qi et al. 2024, section 4"),
-            Schedule("v_min", v_min, 2, "Qi et al. 2024, section 4"),
-            Schedule("dualpipe_v", dualpipe_v, 2, "DeepSeek-AI 2024, section 3.2.1; Qi et al. 2025", pairs=True),
-            Schedule("u_shape", u_shape, 2, "Vepakomma et al. 2018; the order is ours"),
-            Schedule("seq1f1b", seq1f1b, 1, "Sun et al. 2024", sliced=True),
-            Schedule("seq1f1b_interleaved", seq1f1b_interleaved, None, "Sun et al. 2024", sliced=True),
-            Schedule(
-                "seq1f1b_zero_bubble",
-                seq1f1b_zero_bubble,
-                1,
-                "Sun et al. 2024; Qi et al. 2023, section 2.1",
-                sliced=True,
-            ),
-            Schedule("forward_only", forward_only, None, "the forwards of interleaved_1f1b", trains=False),
-        )
-    }
+_SEQ1F1B = "Sun et al. 2024"
+_ALL = (
+    Schedule("gpipe", gpipe, 1, "Huang et al. 2019, section 2.3"),
+    Schedule("1f1b", one_f_one_b, 1, "Narayanan et al. 2021, section 2.2.1"),
+    Schedule("interleaved_1f1b", interleaved_1f1b, None, "Narayanan et al. 2021, section 2.2.2", pairs=True),
+    Schedule("interleaved_zero_bubble", interleaved_zero_bubble, None, "Kimi Team 2025, section 2.4.2"),
+    Schedule("looped_bfs", looped_bfs, None, "Lamy-Poirier 2023, section 4"),
+    Schedule("zero_bubble_h1", zero_bubble_h1, 1, "Qi et al. 2023, section 2.1"),
+    Schedule("zero_bubble_h2", zero_bubble_h2, 1, "Qi et al. 2023, section 2.2"),
+    Schedule("zero_bubble_v", zero_bubble_v, 2, "Qi et al. 2023, section 6", pairs=True),
+    Schedule("v_half", v_half, 2, "Qi et al. 2024, section 4"),
+    Schedule("v_min", v_min, 2, "Qi et al. 2024, section 4"),
+    Schedule("dualpipe_v", dualpipe_v, 2, "DeepSeek-AI 2024, section 3.2.1; Qi et al. 2025", pairs=True),
+    Schedule("u_shape", u_shape, 2, "Vepakomma et al. 2018; the order is ours"),
+    Schedule("seq1f1b", seq1f1b, 1, _SEQ1F1B, sliced=True),
+    Schedule("seq1f1b_interleaved", seq1f1b_interleaved, None, _SEQ1F1B, sliced=True),
+    Schedule("seq1f1b_zero_bubble", seq1f1b_zero_bubble, 1, f"{_SEQ1F1B}; Qi et al. 2023, section 2.1", sliced=True),
+    Schedule("forward_only", forward_only, None, "the forwards of interleaved_1f1b", trains=False),
 )
+SCHEDULES: Mapping[str, Schedule] = MappingProxyType({schedule.name: schedule for schedule in _ALL})
 """Every named schedule of a chain, by name."""
 
 _SYNONYMS = {"one_f_one_b": "1f1b", "interleaved": "interleaved_1f1b"}

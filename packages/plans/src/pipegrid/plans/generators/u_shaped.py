@@ -106,13 +106,9 @@ def u_shape_counts(
         costs.travel(Edge(stage, stage + 1) for stage in range(num_positions if num_positions > 1 else 0)).values()
     )
     links = [sum(each) for each in travel]
-    forwards, backwards = (
-        [
-            0.0 if forward_only and kind == "B" else time + costs.overhead
-            for time in costs.per_stage(kind, num_positions + 1)
-        ]
-        for kind in ("F", "B")
-    )
+    per_stage = (costs.per_stage(kind, num_positions + 1) for kind in ("F", "B"))
+    forwards, backwards = ([time + costs.overhead for time in times] for times in per_stage)
+    backwards = [0.0] * len(backwards) if forward_only else backwards
     work = [forward + backward for forward, backward in zip(forwards, backwards, strict=True)]
     period = max(work[0] + work[-1], *work[1:-1], *(occupied for occupied, _ in travel), 0.0)
     if period <= 0:

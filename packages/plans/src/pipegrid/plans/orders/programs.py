@@ -88,11 +88,9 @@ def tracks_of(
                 compute.step(number, [~launched, *inputs, ended])
                 computed = ended
                 continue
-            sends = [
-                partners[rank, number, part][:2]
-                for part, message in enumerate(launch.messages)
-                if message.way == "receive" and message.label in launch.headers and (rank, number, part) in partners
-            ]
+            shaped = [one.way == "receive" and one.label in launch.headers for one in launch.messages]
+            ends_here = ((rank, number, part) for part, awaits in enumerate(shaped) if awaits)
+            sends = [partners[end][:2] for end in ends_here if end in partners]
             says = [announced[rank, number]] if (rank, number) in announced else []
             host.step(number, [*says, *(~announced[send] for send in sends), launched])
             for part, ends in enumerate(_parts(launch, model)):

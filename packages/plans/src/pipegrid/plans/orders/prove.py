@@ -54,10 +54,8 @@ class OrderProof:
         sends = "if sends are buffered" if self.buffered else "even if sends block"
         drains = ", and if any compute waits for the whole device" if self.drains else ""
         outside = f" ({self.num_outside} with an end before the fragments)" if self.num_outside else ""
-        return (
-            f"{len(self.orders.ranks)} ranks, {self.num_messages} messages{outside}: no deadlock under "
-            f"{self.model.name} {sends}{drains}"
-        )
+        what = f"{len(self.orders.ranks)} ranks, {self.num_messages} messages{outside}"
+        return f"{what}: no deadlock under {self.model.name} {sends}{drains}"
 
 
 def model_named(order: OrderModel | str) -> OrderModel:

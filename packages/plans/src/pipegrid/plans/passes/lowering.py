@@ -346,10 +346,8 @@ def _steps(plan: Plan, computes: Sequence[Sequence[Action]], line: _Line, receiv
             if alone[number]:
                 party.writer.collective(before, party.actions[first][0])
                 continue
-            actions = party.actions[first]
-            for other, microbatch in transfers[1:]:
-                actions += parties[other][slot].actions[microbatch]
-            party.writer.exchange(before, actions, party.partners)
+            actions = [action for other, piece in transfers for action in parties[other][slot].actions[piece]]
+            party.writer.exchange(before, tuple(actions), party.partners)
     return [_with_pairs(writer.finish(), own) for writer, own in zip(writers, plan.positions, strict=True)]
 
 
@@ -398,13 +396,10 @@ def _exchanges(
 
 
 def _party(flow: EdgeFlow, position: int, writer: _Writer, line: _Line, count: tuple[int, int]) -> _Party:
-    ends = []
-    if flow.group is not None:
-        ends = [Action(ActionKind.COLLECTIVE, flow.producer, 0, flow.edge, flow.group)]
-    else:
-        send, receive = MESSAGE_KINDS[flow.direction]
-        ends += [Action(send, flow.producer, 0, flow.edge)] if position in flow.senders else []
-        ends += [Action(receive, flow.consumer, 0, flow.edge)] if position in flow.receivers else []
+    send, receive = MESSAGE_KINDS[flow.direction]
+    ends = [] if flow.group is None else [Action(ActionKind.COLLECTIVE, flow.producer, 0, flow.edge, flow.group)]
+    ends += [Action(send, flow.producer, 0, flow.edge)] if position in flow.senders else []
+    ends += [Action(receive, flow.consumer, 0, flow.edge)] if position in flow.receivers else []
     actions: Mapping[int, tuple[Action, ...]] | Sequence[tuple[Action, ...]]
     if flow.pieces == range(math.prod(count)):
         actions = list(zip(*[for_microbatches(end, *count) for end in ends], strict=True))

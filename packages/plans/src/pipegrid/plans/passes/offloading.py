@@ -54,10 +54,8 @@ def offload(plan: Plan, memory_limit: Amount, *, sizes: Sequence[float] | None =
     sizes = checked(sizes, tuple[Amount, ...], "sizes", PlanError)
     if len(sizes) != plan.num_stages:
         raise PlanError(f"sizes has {len(sizes)} numbers and the plan {plan.num_stages} stages; give one for each")
-    positions = [
-        _PositionStays(position, plan, sizes, with_slack(memory_limit), prefetch).steps(steps)
-        for position, steps in enumerate(plan.positions)
-    ]
+    room, each = with_slack(memory_limit), enumerate(plan.positions)
+    positions = [_PositionStays(place, plan, sizes, room, prefetch).steps(steps) for place, steps in each]
     return evolve(plan, positions=positions)
 
 

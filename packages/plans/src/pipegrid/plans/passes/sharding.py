@@ -56,11 +56,9 @@ def with_gathers(
     after: list[list[Action]] = [[] for _ in range(len(computes) + 1)]  # after so many computes
     last = {action.stage: number for number, action in uses}
     for number, action in uses:
-        stage = action.stage
-        if stage in forward_only or action.kind not in _LAST_HALVES:
-            continue
-        ends = last[stage] == number
-        if ends or (reduce[stage] == "microbatch" and not action.slice):  # slice 0 has the last backward
+        stage, trains = action.stage, action.stage not in forward_only and action.kind in _LAST_HALVES
+        each = reduce[stage] == "microbatch" and not action.slice  # slice 0 has the last backward
+        if trains and (each or last[stage] == number):
             after[number + 1].append(Action(REDUCE_GRAD, stage))
     for number, freed, gathered in _swaps([(number, action.stage) for number, action in uses], window):
         after[number] += [Action(RESHARD, stage) for stage in freed] + [Action(UNSHARD, stage) for stage in gathered]

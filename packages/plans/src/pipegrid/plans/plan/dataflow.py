@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
+from itertools import chain
 from typing import TypeAlias
 
 from attrs import field, frozen
@@ -255,10 +256,8 @@ def _routed(plan: Plan, routes: Routes) -> Dataflow:
     ]
     groups = {group.name: plan.living(group.positions) for group in plan.groups}
     if plan.num_replicas > 1:
-        trained = {
-            place for stage, places in enumerate(plan.placement) for place in places if stage not in plan.forward_only
-        }
-        groups |= {replicas_of(place): plan.living([place]) for place in sorted(trained)}
+        trained = (places for stage, places in enumerate(plan.placement) if stage not in plan.forward_only)
+        groups |= {replicas_of(place): plan.living([place]) for place in sorted(set(chain.from_iterable(trained)))}
     return Dataflow(tuple(flows), tuple(shared), groups, plan.positions_each)
 
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from functools import cache
 from typing import TYPE_CHECKING, Any, NewType, TypeVar
 
-from attrs import AttrsInstance, Factory, fields, frozen
+from attrs import AttrsInstance, Factory, asdict, fields, frozen
 
 from pipegrid.core.edge import Edge
 from pipegrid.core.fields import Count, checked, shown
@@ -42,20 +42,15 @@ def to_json(plan: Plan) -> str:
         **({"skips": list(map(str, plan.graph.skips))} if plan.graph.skips else {}),
         "placement": plan.placement,
         "forward_only": plan.forward_only,
-        "groups": [
-            {"name": g.name, "positions": g.positions, "edges": [str(edge) for edge in g.edges], "tied": g.tied}
-            for g in plan.groups
-        ],
+        "groups": [{**asdict(group), "edges": list(map(str, group.edges))} for group in plan.groups],
         **({} if plan.routes is None else {"routes": _routes_document(plan.routes)}),
     }
     lines = [f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]
-    rows = [
-        json.dumps(
-            [step_text(step) if isinstance(step, Action) or is_pair(step) else list(map(str, step)) for step in steps]
-        )
-        for steps in plan.positions
-    ]
-    positions = ",\n    ".join(rows)
+
+    def plain(step: Step) -> str | list[str]:
+        return step_text(step) if isinstance(step, Action) or is_pair(step) else list(map(str, step))
+
+    positions = ",\n    ".join(json.dumps(list(map(plain, steps))) for steps in plan.positions)
     lines.append(f'  "positions": [\n    {positions}\n  ]')
     return "{\n" + ",\n".join(lines) + "\n}\n"
 

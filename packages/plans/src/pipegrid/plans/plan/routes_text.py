@@ -87,21 +87,11 @@ class RoutesReader:
             module, count = read_name(name[1]), int(word[1])
             if every.setdefault(module, count) != count:
                 raise PlanError(f"every {module!r} is {every[module]} and {count}; give one", path="routes.every")
-        return Routes(
-            plain.units,
-            moves=[
-                Move(int(stage[1]), unit(word), int(word[3]))
-                for stage, words in self.words.get("move", ())
-                for word in words
-            ],
-            skips=skips,
-            every=every,
-            dead=[
-                Actor(int(match[1]), int(match[2]))
-                for first, rest in self.words.get("dead", ())
-                for match in (first, *rest)
-            ],
-        )
+        moved = [(stage, word) for stage, words in self.words.get("move", ()) for word in words]
+        moves = [Move(int(stage[1]), unit(word), int(word[3])) for stage, word in moved]
+        dead = [match for first, rest in self.words.get("dead", ()) for match in (first, *rest)]
+        actors = [Actor(int(match[1]), int(match[2])) for match in dead]
+        return Routes(plain.units, moves=moves, skips=skips, every=every, dead=actors)
 
 
 def routes_from_text(text: str) -> Routes:

@@ -248,10 +248,8 @@ class Costs:
             value = getattr(self, name)
             given = {edge for edge, _ in value} if isinstance(value, tuple) else wanted
             if given != wanted and (name != "kept" or given - wanted):
-                raise OtherCutError(
-                    f"{name} is given per edge; a model cut anew has other edges ({_listed(wanted)}) than those given "
-                    f"({_listed(given)}): give one number, or one for each of them"
-                )
+                what = f"a model cut anew has other edges ({_listed(wanted)}) than those given ({_listed(given)})"
+                raise OtherCutError(f"{name} is given per edge; {what}: give one number, or one for each of them")
 
         uneven = beside is not None and len(set(beside)) > 1
         weights = [1 / number for number in beside] if beside is not None and uneven else [1.0] * num_stages

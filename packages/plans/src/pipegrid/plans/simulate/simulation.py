@@ -123,14 +123,9 @@ class Simulation:
         lengths = self.costs.per_slice("slice_lengths", self.plan.num_slices)
         held = now = 0.0
         kept = self.costs.per_edge("kept", self.plan.graph.skips)
-        played = zip(
-            self.start[position],
-            self.end[position],
-            self.plan.actions(position),
-            kept_by_action(self.plan, position) if any(kept.values()) else repeat(((), ())),
-            strict=False,
-        )
-        for start, end, action, (came, gone) in played:
+        times = zip(self.start[position], self.end[position], self.plan.actions(position), strict=True)
+        keeps = kept_by_action(self.plan, position) if any(kept.values()) else repeat(((), ()))
+        for (start, end, action), (came, gone) in zip(times, keeps, strict=False):
             kind = action.kind
             part, left = lengths[action.slice or 0], sum(kept[edge] for edge in gone)
             if came:

@@ -104,21 +104,19 @@ def peak_kept(plan: Plan, position: int) -> float:
 
 _State: TypeAlias = Literal["on the device", "going out", "on the host", "back"]
 _NEEDS: dict[ActionKind, _State] = {OFFLOAD: "on the device", RELEASE: "going out", RELOAD: "on the host"}
-_GIVES: dict[ActionKind, _State] = {OFFLOAD: "going out", RELEASE: "on the host", RELOAD: "back"}
+_GIVES: dict[ActionKind, _State] = {F: "on the device", OFFLOAD: "going out", RELEASE: "on the host", RELOAD: "back"}
 
 
 def check_offloading(plan: Plan, position: int) -> list[Fault]:
     """The faults of ``OFFLOAD``, ``RELEASE``, ``RELOAD``: once each, in this order, between forward and backward."""
     states: dict[tuple[int, int], _State] = {}
     faults: list[Fault] = []
-    for index, step in enumerate(plan.positions[position]):
-        for action in actions_of(step):
-            kind = action.kind
-            faults += [Fault(rule, text, position, index) for rule, text in _faults(plan, action, states)]
-            if kind in OFFLOADING:
-                states[action.stage, plan.piece_of(action)] = _GIVES[kind]
-            elif kind is F:
-                states[action.stage, plan.piece_of(action)] = "on the device"
+    for index, action in (
+        (n, action) for n, step in enumerate(plan.positions[position]) for action in actions_of(step)
+    ):
+        faults += [Fault(rule, text, position, index) for rule, text in _faults(plan, action, states)]
+        if action.kind in _GIVES:
+            states[action.stage, plan.piece_of(action)] = _GIVES[action.kind]
     return faults
 
 

@@ -179,8 +179,12 @@ class PositionVerifier:
         if action.kind in SHARDING:
             self._verify_sharding(index, action)
             return
-        if action.kind in OFFLOADING:
-            self._verify_offloading(index, action)
+        if action.kind in OFFLOADING:  # a copy waits for no other rank; the rest is `check_offloading`'s
+            self.offloads = True
+            if action.stage not in self.table.weights:
+                self.faults.append(why_no_rule(plan, position, index, action))
+            elif action.microbatch is None or action.microbatch >= plan.num_microbatches:
+                self.faults.append(unknown_microbatch(action, plan.num_microbatches, position, index))
             return
         if action.kind not in (ActionKind.REDUCE, ActionKind.COLLECTIVE):
             self.faults.append(why_no_rule(plan, position, index, action))
@@ -227,14 +231,6 @@ class PositionVerifier:
             self.program.operations.append(ids.called(key, len(calls), self.position))
             self._waits += [~ids.called(key, len(calls), other) for other in places if other != self.position]
             calls.append((str(action), index))
-
-    def _verify_offloading(self, index: int, action: Action) -> None:
-        """Verify the stage and the microbatch of an action of `check_offloading`; a copy waits for no other rank."""
-        self.offloads, plan = True, self.table.plan
-        if action.stage not in self.table.weights:
-            self.faults.append(why_no_rule(plan, self.position, index, action))
-        elif action.microbatch is None or action.microbatch >= plan.num_microbatches:
-            self.faults.append(unknown_microbatch(action, plan.num_microbatches, self.position, index))
 
     def _may_reduce(self, index: int, action: Action) -> bool:
         table, stage = self.table, action.stage

@@ -163,11 +163,8 @@ class PositionTable:
         self.gradients = {stage: self._flags(Action(B, stage, 0), Action(I, stage, 0)) for stage in self.stages}
         self.halves = {stage: self._flags(Action(I, stage, 0)) for stage in self.stages}  # I without its W, or both
         self.weights = {stage: self._flags() for stage in self.stages}
-        self.tied = {
-            group.name: stages
-            for group in self.plan.groups
-            if (stages := [stage for stage in group.tied if stage in self.stages])
-        }
+        tied = {group.name: [stage for stage in group.tied if stage in self.stages] for group in self.plan.groups}
+        self.tied = {name: stages for name, stages in tied.items() if stages}
         trained = [stage for stage in self.stages if stage not in self.plan.forward_only]
         self.averaged = trained if self.plan.num_replicas > 1 and self.plan.has_communication else []
         for number, flow in enumerate(ids.dataflow.crossing if self.plan.has_communication else ()):
@@ -212,11 +209,8 @@ class PositionTable:
 
     def _add_messages(self, number: int, flow: EdgeFlow, piece: int) -> None:
         """The rules of a send and of a receive, each of which may have several partners."""
-        own = [
-            route
-            for route in self.ids.routes_of[flow.edge, flow.direction]
-            if route.flow is flow and self.position in (route.lane.source, route.lane.destination)
-        ]
+        routes = (route for route in self.ids.routes_of[flow.edge, flow.direction] if route.flow is flow)
+        own = [route for route in routes if self.position in (route.lane.source, route.lane.destination)]
         blocks = self.blocking.rendezvous and self.blocking.lanes == "separate"
         at_once = self.blocking.in_order and len(own) == 1  # nothing else belongs to the flow's part of a batch
         for sends, stage in ((True, flow.producer), (False, flow.consumer)):

@@ -264,11 +264,9 @@ def _twins(plan: Plan) -> list[Fault]:
     for position, stages in enumerate(plan.stages_at):
         other = first.setdefault((position // plan.positions_each, stages), position)
         if stages and other != position:
-            text = (
-                f"holds stages {', '.join(map(str, stages))}, exactly as position {other} does; a position is all "
-                "the ranks that hold the same stages (replicas act alike), so make the two one"
-            )
-            faults.append(Fault("position", text, position))
+            what = f"holds stages {', '.join(map(str, stages))}, exactly as position {other} does"
+            rule = "a position is all the ranks that hold the same stages (replicas act alike), so make the two one"
+            faults.append(Fault("position", f"{what}; {rule}", position))
     return faults
 
 

@@ -43,9 +43,10 @@ class OrderBuilder:
         self._done[verb, stage] = microbatch + 1
         return microbatch
 
-    def f(self, stage: int) -> None:
-        """The next forward of ``stage``."""
-        self._add(forward, stage, self._next("F", stage))
+    def f(self, stage: int, times: int = 1) -> None:
+        """The next forwards of ``stage``."""
+        for _ in range(times):
+            self._add(forward, stage, self._next("F", stage))
 
     def b(self, stage: int) -> None:
         """The next backward of ``stage``, whole."""
@@ -69,25 +70,23 @@ class OrderBuilder:
         """The weight half that has been owed longest."""
         self._add(weight_backward, *self._owed.popleft())
 
-    @property
-    def owes(self) -> bool:
-        """Whether a weight half is owed."""
-        return bool(self._owed)
+    def finish(self) -> Steps:
+        """The order, with the weight halves that are owed at its end."""
+        while self._owed:
+            self.w()
+        return self.order
 
 
 def split_order(stage: int, num_microbatches: int, *, warmup: int, delay: int) -> Steps:
     """``warmup`` forwards, then F, I and W in turn, the W always ``delay`` microbatches behind the I."""
     builder = OrderBuilder(num_microbatches)
-    for _ in range(warmup):
-        builder.f(stage)
+    builder.f(stage, warmup)
     for microbatch in range(num_microbatches):
         builder.f(stage)
         builder.i(stage)
         if microbatch >= delay:
             builder.w()
-    while builder.owes:
-        builder.w()
-    return builder.order
+    return builder.finish()
 
 
 def chain_plan(

@@ -40,8 +40,7 @@ def seq1f1b(num_positions: Count, num_microbatches: Count, *, num_slices: Count)
 
     def order(position: int) -> Steps:
         builder = OrderBuilder(pieces)
-        for _ in range(num_positions - position - 1 + num_slices - 1):  # warmup
-            builder.f(position)
+        builder.f(position, num_positions - position - 1 + num_slices - 1)  # warmup
         for _ in range(pieces):  # steady; the forwards end first
             builder.f(position)
             builder.b(position)

@@ -56,8 +56,7 @@ def u_shape(
         if position == 0:
             return _edge_order(num_positions, num_microbatches, counts, forward_only=forward_only)
         builder = OrderBuilder(num_microbatches)
-        for _ in range(0 if forward_only else min(counts.in_flight[position] - 1, num_microbatches)):
-            builder.f(position)
+        builder.f(position, 0 if forward_only else min(counts.in_flight[position] - 1, num_microbatches))
         for _ in range(num_microbatches):
             builder.f(position)
             if not forward_only:
@@ -140,8 +139,7 @@ def _edge_order(tail: int, num_microbatches: int, counts: UShapeCounts, *, forwa
     warmup = min(counts.head_warmup, held)
     passes = 0 if forward_only else min(1 + counts.tail_extra, held)
 
-    for _ in range(warmup):  # 1. head forwards, while the first microbatch travels to the tail
-        builder.f(0)
+    builder.f(0, warmup)  # 1. head forwards, while the first microbatch travels to the tail
     if forward_only:  # then tail and head in turn
         for _ in range(num_microbatches):
             builder.f(tail)
@@ -152,8 +150,7 @@ def _edge_order(tail: int, num_microbatches: int, counts: UShapeCounts, *, forwa
         builder.b(tail)
         if warmup + number < held:
             builder.f(0)
-    for _ in range(held - warmup - passes):  # 3. heads that the others count on before the first backward
-        builder.f(0)
+    builder.f(0, held - warmup - passes)  # 3. heads that the others count on before the first backward
     for _ in range(num_microbatches):  # 4. steady: one out, one in, one round; at last only out
         builder.b(0)
         builder.f(0)

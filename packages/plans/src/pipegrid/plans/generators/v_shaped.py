@@ -52,8 +52,7 @@ def _zero_bubble_v_order(num_positions: int, num_microbatches: int, overlap: boo
     after_down, after_up = (up, down) if overlap else (down, up)
     builder = OrderBuilder(num_microbatches)
 
-    for _ in range(2 * below - 1):  # 1. forwards down, until the first comes back up
-        builder.f(down)
+    builder.f(down, 2 * below - 1)  # 1. forwards down, until the first comes back up
     for _ in range(above):  # 2. forwards up and down, until its gradient comes down
         builder.f(up)
         builder.f(down)
@@ -73,9 +72,7 @@ def _zero_bubble_v_order(num_positions: int, num_microbatches: int, overlap: boo
     for _ in range(below):  # 6. every other slot is free
         builder.i(down)
         builder.w()
-    while builder.owes:  # 7. nothing comes any more
-        builder.w()
-    return builder.order
+    return builder.finish()  # 7. nothing comes any more
 
 
 @checked_arguments(PlanError)
@@ -106,8 +103,7 @@ def _dualpipe_v_order(num_positions: int, num_microbatches: int, overlap: bool, 
     above, below = position + 1, num_positions - position - 1  # this position and those before; those after
     builder = OrderBuilder(num_microbatches)
 
-    for _ in range(2 * below):  # 1. forwards down
-        builder.f(down)
+    builder.f(down, 2 * below)  # 1. forwards down
     for _ in range(above):  # 2. forwards down and up
         builder.f(down)
         builder.f(up)
@@ -127,6 +123,4 @@ def _dualpipe_v_order(num_positions: int, num_microbatches: int, overlap: bool, 
     for _ in range(below):  # 7. weight halves between the last gradients
         builder.w()
         builder.i(down)
-    while builder.owes:  # 8. weight halves
-        builder.w()
-    return builder.order
+    return builder.finish()  # 8. weight halves

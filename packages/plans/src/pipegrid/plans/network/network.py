@@ -110,10 +110,9 @@ class Network:
         for number, waits in enumerate(self.waits):
             direct = {number - wait.delta // count for wait in waits if not wait.first}
             earlier.append(direct.union(*[earlier[other] for other in direct]))
-        pairs = frozenset((before, number) for number, own in enumerate(earlier) for before in own)
-        if self.is_chain:
-            return frozenset(pair for pair in pairs if pair[1] < 2 * stages or pair[1] - pair[0] == stages)
-        return pairs
+        pairs = ((before, number) for number, own in enumerate(earlier) for before in own)
+        chain = self.is_chain
+        return frozenset(pair for pair in pairs if not chain or pair[1] < 2 * stages or pair[1] - pair[0] == stages)
 
     @cached_property
     def _wakes(self) -> tuple[tuple[int, ...], ...]:

@@ -98,12 +98,10 @@ def unknown_peers(orders: Orders) -> list[Fault]:
 def ends_alone(orders: Orders, alone: Sequence[End]) -> list[Fault]:
     """The faults of ends whose other end should be in a list and is not."""
     faults = []
-    for end in alone:
-        message = message_of(orders, end)
+    for (rank, number, _), message in ((end, message_of(orders, end)) for end in alone):
         if orders.begins[message.peer]:
-            done = "receives" if message.way == "send" else "sends"
-            text = f"{place_of(orders, end[0], end[1])}: rank {message.peer} never {done} {message.label!r}"
-            faults.append(Fault("unpaired", text))
+            what = f"rank {message.peer} never {'receives' if message.way == 'send' else 'sends'} {message.label!r}"
+            faults.append(Fault("unpaired", f"{place_of(orders, rank, number)}: {what}"))
     return faults
 
 

@@ -111,12 +111,12 @@ def _needed(dataflow: Dataflow, action: Action, position: int, came: Iterable[_W
 def _along(action: Action, position: int, route: Iterable[tuple[int, int]], lanes: Groups) -> Iterator[Message]:
     """The messages of an action at a position, of those that go along its edge from position to position."""
     assert action.direction is not None
+    way: Literal["send", "receive"] = "send" if action.kind.is_send else "receive"
     for source, destination in route:
-        lane = Lane(source, destination, action.direction)
-        if action.kind.is_send and source == position:
-            yield Message("send", destination, label_of(action), _group_of(lane, lanes), lane)
-        elif action.kind.is_receive and destination == position:
-            yield Message("receive", source, label_of(action), _group_of(lane, lanes), lane)
+        own, peer = (source, destination) if way == "send" else (destination, source)
+        if own == position:
+            lane = Lane(source, destination, action.direction)
+            yield Message(way, peer, label_of(action), _group_of(lane, lanes), lane)
 
 
 def _in_calls(messages: Iterable[Message]) -> list[Message]:
@@ -133,10 +133,8 @@ def _in_calls(messages: Iterable[Message]) -> list[Message]:
 def _group_of(lane: Lane, lanes: Groups) -> str:
     if isinstance(lanes, Mapping):
         return f"communicator {lanes[lane]}"
-    if lanes == "separate":
-        return str(lane)
-    first, second = sorted((lane.source, lane.destination))
-    return "default" if lanes == "one" else f"{first}-{second}"
+    pair = f"{min(lane.source, lane.destination)}-{max(lane.source, lane.destination)}"
+    return {"one": "default", "separate": str(lane)}.get(lanes, pair)
 
 
 def ways_of(action: Action) -> set[_Way]:
@@ -150,9 +148,8 @@ def label_of(action: Action, otherwise: str = "") -> str:
 
 
 def _labelled(way: _Way, action: Action) -> str:
-    edge, direction = way
     part = "" if action.slice is None else f".{action.slice}"
-    return f"{direction.name.lower()} {edge} {action.microbatch}{part}"
+    return f"{way[1].name.lower()} {way[0]} {action.microbatch}{part}"
 
 
 def needs_of(action: Action, came: Iterable[_Way]) -> frozenset[str]:

@@ -1,8 +1,4 @@
-"""The proof that orders end, under an order model: hosts, compute streams and lines played against each other.
-
-An event stays set, so the outcome is the same whichever program runs first: orders that end in one interleaving end in
-all of them.
-"""
+"""The proof that orders end, under an order model: hosts, compute streams and lines played against each other."""
 
 from __future__ import annotations
 

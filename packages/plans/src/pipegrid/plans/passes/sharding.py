@@ -43,11 +43,7 @@ def with_gathers(
 ) -> list[Step]:
     """The steps of a position with ``UNSHARD``, ``RESHARD`` and ``REDUCE_GRAD``, each right before a compute.
 
-    Args:
-        steps: computes and communication.
-        reduce: the sharded stages, and when their gradients are reduced.
-        forward_only: stages without gradients.
-        window: the most stages gathered at once.
+    ``reduce``: the sharded stages, and when their gradients are reduced. ``window``: the most stages gathered at once.
     """
     computes = [actions_of(step) for step in steps if actions_of(step)[0].kind.is_compute]
     uses = [(number, action) for number, step in enumerate(computes) for action in step if action.stage in reduce]

@@ -14,11 +14,7 @@ def check_routes(
 ) -> None:
     """Check that routes name stages and modules of ``graph``, and lead each call to living actors.
 
-    Args:
-        routes: of the units of all replicas.
-        graph: of the modules.
-        placement: per stage, its positions in each replica.
-        forward_only: stages without a backward.
+    ``placement``: per stage, its positions in each replica. ``forward_only``: stages without a backward.
 
     Raises:
         PlanError: a part that does not fit, with its path (``routes.moves``, ...).

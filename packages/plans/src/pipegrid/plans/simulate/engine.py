@@ -3,9 +3,6 @@
 Positions run as far as they can, one after the other; a message that arrives wakes the position that waits for it.
 Lanes are first in, first out and each position's order is fixed, so the times do not depend on which position runs
 first, and every action is looked at about once.
-
-This is the player of whole plans: messages, lanes, collectives, copies. Where a search plays 10^4 to 10^6 orders of
-computes, `network.network` has a player of those alone.
 """
 
 from __future__ import annotations

@@ -52,10 +52,8 @@ class PositionVerifier:
         self.flags = bytearray(table.num_flags)
         self.num_actions = 0
         exchanges = table.ids.exchanges if table.blocking.rendezvous else {}
-        self._shared_lanes = [
-            SharedLane(exchanges.get((self.position, partner)), exchanges.get((partner, self.position)))
-            for partner in table.partners
-        ]
+        ends = (((self.position, partner), (partner, self.position)) for partner in table.partners)
+        self._shared_lanes = [SharedLane(exchanges.get(here), exchanges.get(there)) for here, there in ends]
         self._orders: list[list[int]] = [[] for _ in table.lanes]  # messages at this end of each lane
         self._waits: list[int] = []  # of the batch: it posts all its messages, and then waits for their other ends
         self._posted: list[tuple[int, int]] = []  # of the batch, with shared lanes: partner and message

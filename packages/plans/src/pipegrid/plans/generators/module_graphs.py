@@ -18,18 +18,9 @@ from pipegrid.core.graph import ModuleGraph
 from pipegrid.plans.errors import PlanError
 from pipegrid.plans.generators.registry import SCHEDULES, Schedule, find_schedule, require_slices
 from pipegrid.plans.generators.shapes import Order, looped_placement
-from pipegrid.plans.plan import (
-    Action,
-    ActionKind,
-    Plan,
-    as_placement,
-    backward,
-    compute_plan,
-    forward,
-    require_graph,
-    require_placed,
-    stages_on,
-)
+from pipegrid.plans.plan import Action, ActionKind, Plan, as_placement, compute_plan, stages_on
+from pipegrid.plans.plan.actions import backward, forward
+from pipegrid.plans.plan.plan import require_graph, require_placed
 from pipegrid.plans.simulate import Costs
 from pipegrid.plans.simulate.engine import play
 

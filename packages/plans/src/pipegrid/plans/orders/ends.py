@@ -9,7 +9,7 @@ from typing import Literal, TypeAlias
 from attrs import evolve
 
 from pipegrid.core.order import OrderModel
-from pipegrid.plans.errors import Fault
+from pipegrid.plans.errors import Fault, PlanError
 from pipegrid.plans.orders.orders import Launch, Message, Orders
 
 End: TypeAlias = tuple[int, int, int]
@@ -24,7 +24,24 @@ def ends_of(orders: Orders) -> Iterator[tuple[End, Message]]:
                 yield (rank, number, part), message
 
 
-def with_later_ends(orders: Orders) -> Orders:
+def paired(orders: Orders, model: OrderModel) -> tuple[Orders, dict[End, End], list[End]]:
+    """The orders with the ends that come after a fragment; the other end of each end; and the ends without one.
+
+    Raises:
+        PlanError: the orders have faults that are none of waiting; ``faults`` has them.
+    """
+    faults = _unknown_peers(orders) + _late_messages(orders)
+    partners, alone = dict[End, End](), list[End]()
+    if not faults:
+        orders = _with_later_ends(orders)
+        partners, alone = partners_of(orders)
+        faults = _ends_alone(orders, alone) or _crossed(orders, partners) or _apart(orders, model, partners)
+    if faults:
+        raise PlanError(f"the orders have {len(faults)} fault{'s' if len(faults) > 1 else ''}:", faults=faults)
+    return orders, partners, alone
+
+
+def _with_later_ends(orders: Orders) -> Orders:
     """Orders with the ends that a list lacks because it does not end with the step: launched after all that it has.
 
     A list that does not begin with the step either may lack what was launched, and has ended, before it.
@@ -64,7 +81,7 @@ def partners_of(orders: Orders) -> tuple[dict[End, End], list[End]]:
     return partners, sorted(end for ends in waiting.values() for side in ends for end in side)
 
 
-def late_messages(orders: Orders) -> list[Fault]:
+def _late_messages(orders: Orders) -> list[Fault]:
     """The faults of computes that read what comes later on their rank, or never, and of waits for such sends.
 
     What a fragment does not receive or send at all came before it.
@@ -84,7 +101,7 @@ def late_messages(orders: Orders) -> list[Fault]:
     return faults
 
 
-def unknown_peers(orders: Orders) -> list[Fault]:
+def _unknown_peers(orders: Orders) -> list[Fault]:
     """The faults of messages to or from no other rank."""
     count = len(orders.ranks)
     rule = f"the peer is not another of the ranks 0 to {count - 1}"
@@ -95,7 +112,7 @@ def unknown_peers(orders: Orders) -> list[Fault]:
     ]
 
 
-def ends_alone(orders: Orders, alone: Sequence[End]) -> list[Fault]:
+def _ends_alone(orders: Orders, alone: Sequence[End]) -> list[Fault]:
     """The faults of ends whose other end should be in a list and is not."""
     faults = []
     for (rank, number, _), message in ((end, message_of(orders, end)) for end in alone):
@@ -116,7 +133,7 @@ def crossing(orders: Orders, partners: dict[End, End]) -> Iterator[tuple[End, En
             last[key] = end, other
 
 
-def crossed(orders: Orders, partners: dict[End, End]) -> list[Fault]:
+def _crossed(orders: Orders, partners: dict[End, End]) -> list[Fault]:
     """Pairs of ranks whose receives are in another order than the sends: the backend would match the wrong ones."""
     faults = []
     for before, end in crossing(orders, partners):
@@ -127,7 +144,7 @@ def crossed(orders: Orders, partners: dict[End, End]) -> list[Fault]:
     return faults
 
 
-def on_two_communicators(orders: Orders, model: OrderModel, partners: dict[End, End]) -> list[Fault]:
+def _apart(orders: Orders, model: OrderModel, partners: dict[End, End]) -> list[Fault]:
     """Messages with one end in a batch and the other alone, where these two are on different communicators."""
     if "pair" not in (model.batched, model.lone) or model.batched == model.lone:
         return []

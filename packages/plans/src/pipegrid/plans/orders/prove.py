@@ -9,18 +9,7 @@ from attrs import frozen
 from pipegrid.core.fields import nearest, shown
 from pipegrid.core.order import ORDER_MODELS, OrderModel
 from pipegrid.plans.errors import Fault, PlanError
-from pipegrid.plans.orders.ends import (
-    End,
-    crossed,
-    ends_alone,
-    ends_of,
-    late_messages,
-    on_two_communicators,
-    partners_of,
-    place_of,
-    unknown_peers,
-    with_later_ends,
-)
+from pipegrid.plans.orders.ends import End, ends_of, paired, place_of
 from pipegrid.plans.orders.orders import Orders
 from pipegrid.plans.orders.play import Wait, cycles, play
 from pipegrid.plans.orders.programs import Track, tracks_of
@@ -103,13 +92,7 @@ class PlayedOrders:
 
 def play_orders(orders: Orders, model: OrderModel, *, buffered: bool = False, drains: bool = False) -> PlayedOrders:
     """Play orders, of which a cycle is no error here; arguments and other errors as in `prove_order`."""
-    faults = unknown_peers(orders) + late_messages(orders)
-    if not faults:
-        orders = with_later_ends(orders)
-        partners, alone = partners_of(orders)
-        faults = ends_alone(orders, alone) or crossed(orders, partners) or on_two_communicators(orders, model, partners)
-    if faults:
-        raise PlanError(f"the orders have {len(faults)} fault{'s' if len(faults) > 1 else ''}:", faults=faults)
+    orders, partners, alone = paired(orders, model)
     tracks, num_events = tracks_of(orders, model, partners, buffered=buffered, drains=drains)
     programs = [track.program for track in tracks]
     at = play(programs, num_events)

@@ -14,18 +14,8 @@ from pipegrid.core.edge import Direction, Edge
 from pipegrid.core.fields import Amount, Count, Index, Rule, checked, checked_arguments, instance
 from pipegrid.plans.errors import PlanError
 from pipegrid.plans.passes.sharding import Shard, sharded_stages, with_gathers
-from pipegrid.plans.plan import (
-    COMPUTES,
-    MESSAGE_KINDS,
-    Action,
-    ActionKind,
-    Group,
-    Plan,
-    Step,
-    for_microbatches,
-    for_piece,
-    require_plan,
-)
+from pipegrid.plans.plan import COMPUTES, MESSAGE_KINDS, Action, ActionKind, Group, Plan, Step, require_plan
+from pipegrid.plans.plan.actions import for_microbatches, for_piece
 from pipegrid.plans.plan.dataflow import Dataflow, EdgeFlow, dataflow_of, replicas_of
 from pipegrid.plans.simulate import Costs
 from pipegrid.plans.simulate.engine import Times, collector_paused, play

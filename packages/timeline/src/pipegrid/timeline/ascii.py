@@ -13,8 +13,6 @@ from pipegrid.timeline.timeline import Span, Timeline, as_panels, summary
 
 FILL = {"F": "-", "B": "=", "I": "~", "W": "+"}
 WIDTH = 160
-
-
 RESET = "\x1b[0m"
 
 

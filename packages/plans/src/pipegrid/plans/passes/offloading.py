@@ -99,12 +99,8 @@ class _PositionStays:
         count = 0
         for step in steps:
             is_compute = actions_of(step)[0].kind.is_compute
-            if is_compute:
-                placed += before[count]
-            placed.append(step)
-            if is_compute:
-                placed += after[count]
-                count += 1
+            placed += [*before[count], step, *after[count]] if is_compute else [step]
+            count += is_compute
         return placed
 
     def _fill(self, computes: Sequence[Sequence[Action]]) -> None:

@@ -115,9 +115,9 @@ def from_csv(text: Text, *, num_microbatches: Count | None = None, num_stages: C
     """Read CSV, one row per position, written by `to_csv` or by torch.
 
     ``num_microbatches`` and ``num_stages`` (of a chain) bound the table; by default the table implies them. torch's
-    ``(4F5;3B0)OVERLAP_F_B`` is a pair. The waits of torch 2.15 for sends and
-    reductions (``4WAIT_SEND_F7``) are left out: a runtime waits for its sends by itself. By the rule of `verify` no
-    position goes on from a send before its receive, so its proof holds with them; `orders_from_csv` keeps them.
+    ``(4F5;3B0)OVERLAP_F_B`` is a pair. The waits of torch 2.15 for sends and reductions (``4WAIT_SEND_F7``) are left
+    out: a runtime waits for its sends by itself. By the rule of `verify` no position goes on from a send before its
+    receive, so its proof holds with them; `orders_from_csv` keeps them.
 
     Raises:
         PlanSyntaxError: line and column, what was found, what was expected.
@@ -168,14 +168,13 @@ def _steps(line: str, line_number: int) -> Iterator[tuple[Token, list[Token]]]:
     for cell in line.split(","):
         for step, words in Token(cell, line_number, column).steps():
             actions = [evolve(word, text=with_peer(word.text)) for word in words]
-            awaited = awaited_by(step.text)
-            if awaited is None:
+            if (awaited := awaited_by(step.text)) is None:
                 under_way |= {action.text for action in actions}
                 yield step, actions
-            elif with_peer(awaited) in under_way:
-                under_way.remove(with_peer(awaited))
-            else:
+            elif with_peer(awaited) not in under_way:
                 raise step.error(f"{awaited} before it on the row, and one wait for it")
+            else:
+                under_way.remove(with_peer(awaited))
         column += len(cell) + 1
 
 

@@ -274,8 +274,14 @@ class Simulator:
 
     def _gather(self, position: int, index: int, action: Action, now: float) -> float | None:
         """Take part in a collective; the time at which it is done, or None while others are to come."""
-        if action.kind in SHARDING or action.kind in OFFLOADING:
-            return self._start_beside(position, index, action, now)
+        if action.kind in SHARDING or action.kind in OFFLOADING:  # on a stream beside computes
+            if action.kind in SHARDING:
+                start, done = self.wiring.shard_streams[position].run(action, now)
+            else:
+                piece, length = self.plan.piece_of(action), self.slice_lengths[action.slice or 0]
+                start, done = self.wiring.copy_streams[position].run(action, piece, length, now)
+            self.start[position][index], self.end[position][index] = start, done
+            return done if action.kind is ActionKind.RELEASE else now  # the host waits for the copy that it releases
         duration = self.duration[action.kind][action.stage]
         dataflow = self.wiring.dataflow
         name = dataflow.group_of(action, position)
@@ -294,16 +300,6 @@ class Simulator:
                 if flow is not None:
                     self.wiring.arrived_at(flow, member, None)[self.plan.piece_of(other)] = done
         return done
-
-    def _start_beside(self, position: int, index: int, action: Action, now: float) -> float:
-        """Start what runs on a stream of its own; the time to go on, which is the end of what the host waits for."""
-        if action.kind in SHARDING:
-            start, done = self.wiring.shard_streams[position].run(action, now)
-        else:
-            piece, length = self.plan.piece_of(action), self.slice_lengths[action.slice or 0]
-            start, done = self.wiring.copy_streams[position].run(action, piece, length, now)
-        self.start[position][index], self.end[position][index] = start, done
-        return done if action.kind is ActionKind.RELEASE else now
 
 
 @contextmanager

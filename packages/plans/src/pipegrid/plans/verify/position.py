@@ -20,20 +20,20 @@ F, W = ActionKind.F, ActionKind.W
 class SharedLane:
     """The messages of one position and a partner over their one communicator, batch by batch.
 
-    ``contents``: per exchange the id of its message, or a list of several; ``steps``: its step. ``here`` and ``there``:
-    the events of the first exchange at both ends, where it blocks.
+    ``contents``: per exchange the ids of its messages; ``steps``: its step. ``here`` and ``there``: the events of the
+    first exchange at both ends, where it blocks.
     """
 
     here: int | None
     there: int | None
-    contents: list[int | list[int]] = Factory(list)
+    contents: list[tuple[int, ...]] = Factory(list)
     steps: list[int] = Factory(list)
 
 
 class PositionVerifier:
     """The verification of one position's steps, and what the verification between positions needs of them.
 
-    ``faults``: what is wrong whatever the other positions do. ``program``: the events, for `deadlock.play`. ``sent``
+    ``faults``: what is wrong whatever the other positions do. ``program``: the events, for `play`. ``sent``
     and ``received``: per lane, the messages in order. ``exchanges``: per partner, with shared lanes. ``calls``: in
     order, per group its collectives, and per shared stage its computes: what must be the same for all, and the step.
     """
@@ -153,11 +153,9 @@ class PositionVerifier:
 
     def _exchange(self, index: int) -> None:
         """Note what a batch exchanges with each of its partners over shared lanes."""
-        contents: dict[int, int | list[int]] = {}
+        contents: dict[int, tuple[int, ...]] = {}
         for partner, message in self._posted:
-            others = contents.get(partner)
-            whole = [*(others if isinstance(others, list) else [] if others is None else [others]), message]
-            contents[partner] = sorted(whole) if len(whole) > 1 else message
+            contents[partner] = (*contents.get(partner, ()), message)
         self._posted.clear()
         for partner, content in contents.items():
             lane = self._shared_lanes[partner]
@@ -165,7 +163,7 @@ class PositionVerifier:
                 at = len(lane.steps)
                 self.program.operations.append(lane.here + at)
                 self._waits.append(~(lane.there + at))
-            lane.contents.append(content)
+            lane.contents.append(tuple(sorted(content)))
             lane.steps.append(index)
 
     def _fault(self, rule: str, message: str, step: int) -> None:
@@ -193,21 +191,17 @@ class PositionVerifier:
             whose = f"it has positions {list(members)}" if members else "the plan has no such group"
             self._fault("group", f"{action}: this position is not in the group; {whose}", index)
             return
+        may, same = True, str(action)
         if action.kind is ActionKind.REDUCE:
-            if not self._may_reduce(index, action):
-                return
-            same = "REDUCE" if action.group is not None else str(action)
-        elif action.edge is None:
-            count = plan.num_microbatches
-            if action.microbatch is not None and action.microbatch >= count:
-                self.faults.append(unknown_microbatch(action, count, position, index))
-                return
-            same = f"COLLECTIVE{'' if action.microbatch is None else action.microbatch}"
+            may, same = self._may_reduce(index, action), "REDUCE" if action.group is not None else same
+        elif action.edge is not None:
+            may = self._may_collect(index, action)
+        elif action.microbatch is not None and action.microbatch >= plan.num_microbatches:
+            self.faults.append(unknown_microbatch(action, plan.num_microbatches, position, index))
+            may = False
         else:
-            if not self._may_collect(index, action):
-                return
-            same = str(action)
-        if name is not None:
+            same = f"COLLECTIVE{'' if action.microbatch is None else action.microbatch}"
+        if may and name is not None:
             calls = self.calls[name]
             self.program.operations.append(ids.called(name, len(calls), position))
             self._waits += [~ids.called(name, len(calls), other) for other in members if other != position]
@@ -290,11 +284,9 @@ def _missing_actions(table: PositionTable, flags: bytearray, reduced: set[str]) 
     remedy = "" if plan.has_communication else "; lower adds it to a plan of computes"
     reductions = {name: f"{min(stages)}REDUCE@{name}" for name, stages in table.tied.items()}
     reductions |= {f"{stage}": f"{stage}REDUCE" for stage in table.averaged}
-    return faults + [
-        Fault("missing", f"{action}: to be done here, and never done{remedy}", table.position)
-        for name, action in reductions.items()
-        if name not in reduced
-    ]
+    left = (action for name, action in reductions.items() if name not in reduced)
+    never = f"to be done here, and never done{remedy}"
+    return faults + [Fault("missing", f"{action}: {never}", table.position) for action in left]
 
 
 def check_lanes(ids: EventIds, verifiers: Sequence[PositionVerifier]) -> list[Fault]:

@@ -105,11 +105,10 @@ def _span(
 def _of_simulation(simulation: Simulation, unit: str) -> Timeline:
     plan = simulation.plan
     spans: list[Span] = []
-    where: list[list[tuple[int, Action]]] = []
+    where: list[list[tuple[int, Action]]] = [[] for _ in simulation.start]
     for position, (starts, ends) in enumerate(zip(simulation.start, simulation.end, strict=True)):
-        where.append([])
         for start, end, action in zip(starts, ends, plan.actions(position), strict=True):
-            where[-1].append((len(spans), action))
+            where[position].append((len(spans), action))
             spans.append(_span(plan, position, position, start, end, action))
     bubbles, peaks = simulation.bubbles(), simulation.peaks()
     held = LIVE if simulation.costs.activation is None else ACTIVATIONS
@@ -142,16 +141,14 @@ def _of_recording(recording: Recording) -> Timeline:
             spans.append(_span(plan, track.position, row, entry.start, entry.end, action, entry.memory))
         where.append((track.position, found))
         spans += [Span(row, aside.start, aside.end, aside.name, label=aside.name) for aside in track.asides]
+    ranks = [(track.rank, track.position) for track in recording.tracks]
     drawn = Timeline(
-        rows=[
-            position_name(plan, track.position).replace(f"position {track.position}", f"rank {track.rank}")
-            for track in recording.tracks
-        ],
+        rows=[position_name(plan, at).replace(f"position {at}", f"rank {rank}") for rank, at in ranks],
         spans=spans,
         flows=_flows(plan, where),
         title=f"{_title(plan)}, measured",
         unit="s",
-        replicas=_replicas(plan, [track.position for track in recording.tracks]),
+        replicas=_replicas(plan, [position for _, position in ranks]),
     )
     whole = drawn.makespan
     notes = [f"bubble {100 * (1 - busy / whole):.1f}%" if whole > 0 else "" for busy in drawn.busy]
@@ -182,10 +179,8 @@ def _flows(
             first, last = (send,), (receive,)
         for sender, receiver in flow.routes:
             for piece in flow.pieces:
-                made: tuple[int, ...] = (piece,)
-                used = made
-                if not plan.has_communication:
-                    made, used = flow.makers(piece, sender), flow.users(piece, receiver)
+                made, used = flow.makers(piece, sender), flow.users(piece, receiver)
+                made, used = ((piece,), (piece,)) if plan.has_communication else (made, used)
                 sides = (first, made, sender, flow.producer), (last, used, receiver, flow.consumer)
                 begins, ends = (
                     [i for kind in kinds for one in pieces for i in spans.get((place, kind, stage, edge, one), ())]

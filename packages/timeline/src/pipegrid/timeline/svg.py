@@ -51,15 +51,13 @@ def _n(value: float) -> str:
     return f"{value:.2f}".rstrip("0").rstrip(".")
 
 
-def _ticks(start: float, end: float, at_most: int) -> list[float]:
-    """Round numbers between ``start`` and ``end``, 1, 2 or 5 times a power of ten apart."""
-    length = end - start
+def _ticks(length: float, at_most: int) -> list[float]:
+    """Round numbers from 0 to ``length``, 1, 2 or 5 times a power of ten apart."""
     if length <= 0:
-        return [start]
+        return [0.0]
     step = 10.0 ** math.floor(math.log10(length / at_most))
     step = next(step * factor for factor in (1, 2, 5, 10) if length / (step * factor) <= at_most)
-    first = math.ceil(start / step - 1e-9)
-    return [index * step for index in range(first, math.floor(end / step + 1e-9) + 1)]
+    return [index * step for index in range(math.floor(length / step + 1e-9) + 1)]
 
 
 def _text(css: str, x: float, y: float, text: str, more: str = "") -> str:
@@ -116,14 +114,11 @@ class _Panel:
             yield from self._arrows()
 
     def _grid(self) -> Iterator[str]:
-        timeline = self.timeline
-        width = timeline.makespan * self.scale
-        base = self.bottom - GAP / 2
-        for tick in _ticks(0.0, timeline.makespan, max(2, int(width / 70))):
+        length, base = self.timeline.makespan, self.bottom - GAP / 2
+        for tick in _ticks(length, max(2, int(length * self.scale / 70))):
             x = self.left + tick * self.scale
             yield f'<path class="grid" d="M{_n(x)} {_n(self.rows_top - 3)}V{_n(base + 4)}"/>'
-            text = time_text(tick, timeline.unit, like=timeline.makespan)
-            yield _text("soft", x, base + 17, text, MIDDLE)
+            yield _text("soft", x, base + 17, time_text(tick, self.timeline.unit, like=length), MIDDLE)
 
     def _row_background(self, row: int, name: str) -> Iterator[str]:
         y = self.y(row)
@@ -164,22 +159,18 @@ class _Panel:
         peak = max(c.peak for c in self.timeline.counters if c.name == counter.name)
         base = self.y(counter.row) + ROW + self.strip + self.memory - 1
         height = (self.memory - 3) / peak if peak > 0 else 0.0
-        path = [f"M{_n(self.x(self.timeline.start))} {_n(base)}"]
-        for time, value in counter.points:
-            path.append(f"H{_n(self.x(time))}V{_n(base - value * height)}")
-        path.append(f"H{_n(self.x(self.timeline.end))}V{_n(base)}Z")
-        tip = f"{counter.name}: peak {amount(counter.peak)}"
-        return f'<path class="memory" d="{"".join(path)}"><title>{escape(tip)}</title></path>'
+        steps = "".join(f"H{_n(self.x(time))}V{_n(base - value * height)}" for time, value in counter.points)
+        start, end = (f"{_n(self.x(time))}" for time in (self.timeline.start, self.timeline.end))
+        tip = escape(f"{counter.name}: peak {amount(counter.peak)}")
+        return f'<path class="memory" d="M{start} {_n(base)}{steps}H{end}V{_n(base)}Z"><title>{tip}</title></path>'
 
     def _arrows(self) -> Iterator[str]:
         spans = self.timeline.spans
         for flow in self.timeline.flows:
             source, destination = spans[flow.source], spans[flow.destination]
-            x, y = self.middle(source)
+            (x, y), (_, to_y) = self.middle(source), self.middle(destination)
             to_x = self.x(destination.end if destination.is_transfer else destination.start)
-            _, to_y = self.middle(destination)
-            line = f"M{_n(x)} {_n(y)}L{_n(to_x)} {_n(to_y)}"
-            yield f'<path class="flow" marker-end="url(#head)" d="{line}"/>'
+            yield f'<path class="flow" marker-end="url(#head)" d="M{_n(x)} {_n(y)}L{_n(to_x)} {_n(to_y)}"/>'
 
 
 def _legend(panels: Sequence[_Panel], y: float, width: float) -> tuple[list[str], float]:

@@ -226,11 +226,8 @@ def _held_back(plan: Plan, computes: Sequence[Sequence[Action]], start: Times, e
     return starts, ends
 
 
-_Event: TypeAlias = tuple[int, int, int, int]
-"""A transfer of one microbatch: its place in the line, that of its last maker, the number of its flow, microbatch.
-
-Plain tuples of numbers, as there are hundreds of thousands: the garbage collector does not visit those.
-"""
+_Event: TypeAlias = tuple[int, int, int, int]  # plain tuples, which the garbage collector does not visit
+"""A transfer of one microbatch: its place in the line, that of its last maker, the number of its flow, microbatch."""
 
 
 def _late_places(line: _Line, flow: EdgeFlow, made: Sequence[int]) -> list[int]:

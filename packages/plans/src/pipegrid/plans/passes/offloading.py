@@ -151,8 +151,7 @@ class _PositionStays:
                 at -= 1
                 live[at] += stay.size
             before[at].append(evolve(stay.action, kind=RELOAD))
-        for stay in self.stays:
-            if not stay.ends:
-                after[stay.first].append(evolve(stay.action, kind=OFFLOAD))
-                before[stay.last + 1].insert(0, evolve(stay.action, kind=RELEASE))
+        for stay in (stay for stay in self.stays if not stay.ends):
+            after[stay.first].append(evolve(stay.action, kind=OFFLOAD))
+            before[stay.last + 1].insert(0, evolve(stay.action, kind=RELEASE))
         return before, after

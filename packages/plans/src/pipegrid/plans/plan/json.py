@@ -22,7 +22,7 @@ from pipegrid.core.fields import Count, checked, shown
 from pipegrid.core.strict_json import exactly, first_fault, read_json
 from pipegrid.plans.errors import PlanError, PlanSyntaxError
 from pipegrid.plans.plan.actions import Action, parse_action
-from pipegrid.plans.plan.parts import Group, Step, Text, as_step, is_pair, parse_edge, parse_step, step_text
+from pipegrid.plans.plan.parts import Group, Step, Text, actions_of, as_step, is_pair, parse_edge, parse_step, step_text
 from pipegrid.plans.plan.plan import Plan, require_placed, require_plan
 from pipegrid.plans.plan.routes import Actor, Move, Routes
 from pipegrid.plans.plan.text import check_extent, expectation, module_graph
@@ -190,11 +190,8 @@ def _actions(positions: tuple[tuple[Step, ...], ...]) -> Iterator[tuple[tuple[in
     """Every action with the indices that lead to it."""
     for position, steps in enumerate(positions):
         for index, step in enumerate(steps):
-            if isinstance(step, Action):
-                yield (position, index), step
-            else:
-                for at, action in enumerate(step):
-                    yield (position, index, at), action
+            for at, action in enumerate(actions_of(step)):
+                yield (position, index) if action is step else (position, index, at), action
 
 
 _T = TypeVar("_T", bound=AttrsInstance)

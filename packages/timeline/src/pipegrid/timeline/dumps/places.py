@@ -138,8 +138,7 @@ def places_timeline(plan: Plan, places: Sequence[Place]) -> Timeline:
             place = min(found, key=lambda one: one.actions)
             later = [n for n in range(place.actions[0], len(actions)) if actions[n].kind.is_compute]
             for number in later:
-                first = number == later[0]
-                label = place.texts[0] if first else str(actions[number])
-                spans[at + number] = evolve(spans[at + number], kind=STUCK if first else BEHIND, label=label)
+                kind, label = (STUCK, place.texts[0]) if number == later[0] else (BEHIND, str(actions[number]))
+                spans[at + number] = evolve(spans[at + number], kind=kind, label=label)
         at += len(actions)
     return evolve(drawn, spans=spans, title="where the ranks stand")

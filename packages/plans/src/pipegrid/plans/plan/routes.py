@@ -111,27 +111,24 @@ class Routes:
             raise PlanError(f"the replicas have {list(self.units)} units; give at least one", path="routes.units")
         for name, units in self.skips:
             for unit in units:
-                self._require_unit(unit, f"module {name!r} is skipped by", "routes.skips")
+                self._require(unit, "unit", f"module {name!r} is skipped by unit", "routes.skips")
         routed: dict[tuple[int, int], int] = {}
         for move in self.moves:
-            self._require_unit(move.unit, "a move names", "routes.moves")
+            self._require(move.unit, "unit", "a move names unit", "routes.moves")
             what = f"stage {move.stage} of unit {self.name(move.unit)} moves to replica"
-            self._require_replica(move.replica, what, "routes.moves")
+            self._require(move.replica, "replica", what, "routes.moves")
             other = routed.setdefault((move.unit, move.stage), move.replica)
             if other != move.replica:
                 raise PlanError(f"{what} {other} and {move.replica}; give one", path="routes.moves")
         for actor in self.dead:
-            self._require_replica(actor.replica, f"actor {actor} is of replica", "routes.dead")
+            self._require(actor.replica, "replica", f"actor {actor} is of replica", "routes.dead")
         away = {Move(stage, unit, to) for (unit, stage), to in routed.items() if to != self.home(unit)}
         object.__setattr__(self, "moves", tuple(sorted(away)))
 
-    def _require_unit(self, unit: int, what: str, path: str) -> None:
-        if unit >= self.num_units:
-            raise PlanError(f"{what} unit {unit}; units are 0..{self.num_units - 1}", path=path)
-
-    def _require_replica(self, replica: int, what: str, path: str) -> None:
-        if replica >= self.num_replicas:
-            raise PlanError(f"{what} {replica}; replicas are 0..{self.num_replicas - 1}", path=path)
+    def _require(self, number: int, kind: str, what: str, path: str) -> None:
+        count = self.num_units if kind == "unit" else self.num_replicas
+        if number >= count:
+            raise PlanError(f"{what} {number}; {kind}s are 0..{count - 1}", path=path)
 
     @classmethod
     def identity(cls, num_replicas: int, num_microbatches: int) -> Routes:

@@ -131,11 +131,9 @@ class Simulation:
             if came:
                 held += sum(kept[edge] for edge in came) * part
                 points.append((now if kind is ActionKind.RECV_F else start, held))
-            if kind is ActionKind.RELOAD:  # its memory is taken before the copy starts
-                start = now  # noqa: PLW2901
-            elif kind not in COMPUTES and kind is not ActionKind.RELEASE:
+            if kind not in COMPUTES and kind is not ActionKind.RELEASE and kind is not ActionKind.RELOAD:
                 continue
-            now = max(now, end if kind is not ActionKind.RELOAD else now)
+            now = now if kind is ActionKind.RELOAD else max(now, end)  # its memory is taken before the copy starts
             size = self.activation[action.stage] * part
             if kind in OFFLOADING:
                 held += size if kind is ActionKind.RELOAD else -size

@@ -90,15 +90,15 @@ class Proof:
         message of the plan uses is not counted; nor are the groups inside modules (tensor, context, data parallel) and
         the pieces of a bridge, which the plan does not name.
         """
-        lanes: list[set[object]] = [set() for _ in self.plan.positions]
-        numbers = self.lanes.numbers if isinstance(self.lanes, LaneSharing) else {}
-        flows = dataflow_of(self.plan)
+        numbers, flows = self.lanes.numbers if isinstance(self.lanes, LaneSharing) else {}, dataflow_of(self.plan)
+        opened: set[tuple[int, object]] = set()
         for lane in flows.lanes:
             ends = lane.source, lane.destination
-            for position in ends:
-                lanes[position].add(frozenset(ends) if self.lanes == "shared" else numbers.get(lane, lane))
-        groups = [position for members in flows.groups.values() for position in members]
-        return tuple([len(own) + groups.count(position) for position, own in enumerate(lanes)])
+            one = frozenset(ends) if self.lanes == "shared" else numbers.get(lane, lane)
+            opened |= {(position, one) for position in ends}
+        count = Counter(position for position, _ in opened)
+        count.update(position for members in flows.groups.values() for position in members)
+        return tuple([count[position] for position in range(self.num_positions)])
 
     def __str__(self) -> str:
         blocking = "computes alone"

@@ -100,8 +100,7 @@ def lower(
     require_plan(plan)
     if any(action.kind not in COMPUTES for position in range(plan.num_positions) for action in plan.actions(position)):
         raise PlanError("the plan communicates or offloads already; lower takes a plan of computes alone")
-    groups = with_collectives(plan, {} if collectives is None else collectives)
-    groups += tied_groups(plan, {} if tied is None else tied)
+    groups = with_collectives(plan, collectives or {}) + tied_groups(plan, tied or {})
     with collector_paused():
         if groups != plan.groups:
             plan = evolve(plan, groups=groups)

@@ -104,8 +104,7 @@ def _needs(action: Action, makers: Sequence[Action], steps: Sequence[Step]) -> t
 
 def step_of(action: Action, steps: Sequence[Step]) -> int | None:
     """The last step that contains ``action``; None if there is none."""
-    found = [index for index, step in enumerate(steps) if action in actions_of(step)]
-    return found[-1] if found else None
+    return next((index for index in reversed(range(len(steps))) if action in actions_of(steps[index])), None)
 
 
 def unknown_microbatch(action: Action, count: int, position: int, step: int) -> Fault:

@@ -146,13 +146,12 @@ def explain(
     for wait in waits:
         if wait.rank not in held:
             nexts.setdefault(wait.rank, wait)
+    followed = {rank: wait.other for rank, wait in nexts.items()}
     places = () if plan is None else places_in(plan, dumps)
     order = ("certain", "likely", "possible")
     return Explanation(
         tuple(sorted(roots, key=lambda root: (order.index(root.confidence), -root.waiting, root.rank))),
-        tuple(
-            tuple(nexts[rank] for rank in ring) for ring in rings({rank: wait.other for rank, wait in nexts.items()})
-        ),
+        tuple(tuple(nexts[rank] for rank in ring) for ring in rings(followed)),
         tuple(waits),
         tuple(sorted(everyone - set(job.pending))),
         tuple(sorted(rank for rank, entries in job.pending.items() if not entries)),
@@ -189,10 +188,9 @@ def _behind(root: int, targets: Mapping[int, set[int]]) -> set[int]:
 def _disagreements(dumps: Iterable[Dump]) -> Iterable[str]:
     """Collectives of one number whose ranks launched other kinds, sizes or types."""
     found: dict[tuple[Any, int], dict[int, Entry]] = defaultdict(dict)
-    for dump in dumps:
-        for entry in dump.entries:
-            if entry.peer is None and entry.kind != "coalesced":
-                found[group_of(entry), entry.sequence][dump.rank] = entry
+    for rank, entry in ((dump.rank, entry) for dump in dumps for entry in dump.entries):
+        if entry.peer is None and entry.kind != "coalesced":
+            found[group_of(entry), entry.sequence][rank] = entry
     for (group, sequence), entries in found.items():
         for what in ("kind", "sizes"):
             said: dict[str, list[int]] = defaultdict(list)

@@ -92,12 +92,11 @@ def waits_of(job: DumpedJob) -> list[Wait]:
     """The waits of each rank in its first unit; a rank without a dump counts as one that has launched nothing."""
     place: dict[_Unit, dict[int, Entry]] = defaultdict(dict)
     ends: dict[_Way, list[Entry]] = defaultdict(list)
-    for rank, entries in job.pending.items():
-        for entry in entries:
-            if entry.peer is None:
-                place[unit_of(entry)][rank] = entry
-            else:
-                ends[_way(rank, entry)].append(entry)
+    for rank, entry in ((rank, entry) for rank, entries in job.pending.items() for entry in entries):
+        if entry.peer is None:
+            place[unit_of(entry)][rank] = entry
+        else:
+            ends[_way(rank, entry)].append(entry)
     found = []
     for rank, entries in job.first.items():
         for entry in entries:

@@ -54,8 +54,10 @@ def offload(plan: Plan, memory_limit: Amount, *, sizes: Sequence[float] | None =
     sizes = checked(sizes, tuple[Amount, ...], "sizes", PlanError)
     if len(sizes) != plan.num_stages:
         raise PlanError(f"sizes has {len(sizes)} numbers and the plan {plan.num_stages} stages; give one for each")
-    room, each = with_slack(memory_limit), enumerate(plan.positions)
-    positions = [_PositionStays(place, plan, sizes, room, prefetch).steps(steps) for place, steps in each]
+    positions = [
+        _PositionStays(position, plan, sizes, with_slack(memory_limit), prefetch).steps(steps)
+        for position, steps in enumerate(plan.positions)
+    ]
     return evolve(plan, positions=positions)
 
 
@@ -90,8 +92,8 @@ class _PositionStays:
     def steps(self, steps: Sequence[Step]) -> Sequence[Step]:
         """The steps with copies."""
         computes = [actions_of(step) for step in steps if actions_of(step)[0].kind.is_compute]  # a pair is one
-        self._fill(computes)
-        if all(self._held(index) <= self.limit for index in range(len(computes))):
+        live = self._live(computes)
+        if max(live, default=0.0) <= self.limit:
             return steps
         self._shorten(len(computes))
         before, after = self._copies(len(computes))
@@ -99,21 +101,27 @@ class _PositionStays:
         count = 0
         for step in steps:
             is_compute = actions_of(step)[0].kind.is_compute
-            placed += [*before[count], step, *after[count]] if is_compute else [step]
-            count += is_compute
+            if is_compute:
+                placed += before[count]
+            placed.append(step)
+            if is_compute:
+                placed += after[count]
+                count += 1
         return placed
 
-    def _fill(self, computes: Sequence[Sequence[Action]]) -> None:
-        """Make the stays."""
+    def _live(self, computes: Sequence[Sequence[Action]]) -> list[float]:
+        """Make the stays; memory during each compute."""
         open_stays: dict[tuple[int, int | None], _Stay] = {}
         for index, action in ((index, action) for index, step in enumerate(computes) for action in step):
-            key = action.stage, action.microbatch
+            key, size = (action.stage, action.microbatch), self.sizes[action.stage]
             if action.kind is F:
-                open_stays[key] = _Stay(action, self.sizes[action.stage], index, index, -1)
-            elif (stay := open_stays.get(key)) is not None:
+                stay = open_stays[key] = _Stay(action, size, index, index, -1)
+                self.stays.append(stay)
+            elif key in open_stays:
+                stay = open_stays[key]
                 stay.last = index
                 stay.used = index if action.kind is not W else stay.used
-        self.stays += open_stays.values()
+        return [self._held(index) for index in range(len(computes))]
 
     def _held(self, index: int) -> float:
         return sum(stay.size for stay in self.stays if stay.first <= index <= stay.last)
@@ -129,14 +137,20 @@ class _PositionStays:
                 idle = [stay for stay in self.stays if stay.first < index <= stay.last and stay.used > index]
                 over = held > self.limit
                 if over and not idle:
-                    what = f"memory_limit {self.limit:g} does not hold what position {self.number} computes with"
-                    raise PlanError(f"{what}; the least that works there is {held}")
+                    raise PlanError(
+                        f"memory_limit {self.limit:g} does not hold what position {self.number} computes with; "
+                        f"the least that works there is {held}"
+                    )
                 hidden = [stay for stay in idle if stay.first < index - 1] or (idle if over else [])
                 if not hidden:
                     break
-                stay = max(hidden, key=lambda stay: stay.used)
-                self.stays.append(_Stay(stay.action, stay.size, stay.used, stay.last, stay.used, False, stay.ends))
-                stay.last, stay.ends = index - 1, False
+                self._cut(max(hidden, key=lambda stay: stay.used), index)
+
+    def _cut(self, stay: _Stay, index: int) -> None:
+        """End a stay before compute ``index``; another begins where there is room for it, near its use."""
+        back = _Stay(stay.action, stay.size, stay.used, stay.last, stay.used, False, stay.ends)
+        stay.last, stay.ends = index - 1, False
+        self.stays.append(back)
 
     def _copies(self, count: int) -> tuple[list[list[Action]], list[list[Action]]]:
         """The actions before and after each compute."""
@@ -151,7 +165,8 @@ class _PositionStays:
                 at -= 1
                 live[at] += stay.size
             before[at].append(evolve(stay.action, kind=RELOAD))
-        for stay in (stay for stay in self.stays if not stay.ends):
-            after[stay.first].append(evolve(stay.action, kind=OFFLOAD))
-            before[stay.last + 1].insert(0, evolve(stay.action, kind=RELEASE))
+        for stay in self.stays:
+            if not stay.ends:
+                after[stay.first].append(evolve(stay.action, kind=OFFLOAD))
+                before[stay.last + 1].insert(0, evolve(stay.action, kind=RELEASE))
         return before, after

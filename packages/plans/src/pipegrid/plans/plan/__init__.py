@@ -20,7 +20,7 @@ from pipegrid.plans.plan.actions import (
     weight_backward,
 )
 from pipegrid.plans.plan.csv import from_csv, to_csv, to_torch
-from pipegrid.plans.plan.json import from_json, load_json, routes_from_json, routes_to_json, to_json
+from pipegrid.plans.plan.json import from_json, load_json, to_json
 from pipegrid.plans.plan.parts import (
     Group,
     Step,
@@ -43,7 +43,7 @@ from pipegrid.plans.plan.plan import (
 )
 from pipegrid.plans.plan.routes import Actor, Move, Routes
 from pipegrid.plans.plan.routes_check import check_routes
-from pipegrid.plans.plan.routes_text import routes_from_text
+from pipegrid.plans.plan.routes_text import routes_from_json, routes_from_text, routes_to_json
 from pipegrid.plans.plan.text import from_text
 from pipegrid.core.lanes import PositionLane as Lane
 

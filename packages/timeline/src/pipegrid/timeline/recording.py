@@ -38,6 +38,10 @@ class Recorded:
         end: when it ended; for a message or a ``COLLECTIVE``, when it was complete.
         posted: when the host was free again.
         memory: bytes that the action left allocated, negative where it freed more.
+
+    Examples:
+        >>> Recorded(index=0, start=0.0, end=0.010, memory=1024).end
+        0.01
     """
 
     index: Index
@@ -55,6 +59,10 @@ class Aside:
         name: such as loading data, or the optimizer's step.
         start: when it started.
         end: when it ended.
+
+    Examples:
+        >>> Aside("data", start=0.0, end=0.2).name
+        'data'
     """
 
     name: Name
@@ -144,6 +152,12 @@ def recording_from_json(text: str) -> Recording:
         PlanSyntaxError: text that is not JSON.
         PlanError: a plan that is wrong, by the path in it.
         TimelineError: a track that is wrong, by its path.
+
+    Examples:
+        >>> from pipegrid.plans import gpipe
+        >>> text = recording_to_json(Recording(gpipe(1, 1), [Track(0, 0, [Recorded(0, 0.0, 1.0)])]))
+        >>> recording_from_json(text).tracks[0].actions[0].end
+        1.0
     """
     data = load_json(text)
     if not isinstance(data, dict) or set(data) != {"plan", "tracks"} or not isinstance(data["tracks"], list):

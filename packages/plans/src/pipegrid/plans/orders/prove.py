@@ -1,4 +1,8 @@
-"""The proof that orders end, under an order model: hosts, compute streams and lines played against each other."""
+"""The proof that orders end, under an order model: hosts, compute streams and lines played against each other.
+
+An event stays set, so the outcome is the same whichever program runs first: orders that end in one interleaving end in
+all of them.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +27,7 @@ class OrderProof:
         orders: what was proved.
         model: the order model of the proof.
         buffered: the argument of the proof.
-        drains: likewise.
+        drains: the argument of the proof.
         num_messages: with at least one end in the lists.
         num_outside: of these, those whose other end is taken to be launched before the fragment of its rank.
     """

@@ -27,6 +27,10 @@ Units: TypeAlias = tuple[Index, ...]
 class Actor:
     """The ranks of one position in one replica; written ``position@replica``.
 
+    Attributes:
+        position: its number.
+        replica: its number.
+
     Examples:
         >>> str(Actor(position=2, replica=1))
         '2@1'
@@ -41,7 +45,13 @@ class Actor:
 
 @frozen(order=True, field_transformer=checked_fields(PlanError))
 class Move:
-    """A stage of one unit that another replica than the unit's home computes."""
+    """A stage of one unit that another replica than the unit's home computes.
+
+    Attributes:
+        stage: which.
+        unit: of which unit.
+        replica: where it is computed.
+    """
 
     stage: Index
     unit: Index

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 
 from pipegrid.core.graph import ModuleGraph
 from pipegrid.plans.errors import PlanError
-from pipegrid.plans.plan.routes import Actor, Routes
+from pipegrid.plans.plan.routes import Routes
 
 
 def check_routes(
@@ -14,7 +14,11 @@ def check_routes(
 ) -> None:
     """Check that routes name stages and modules of ``graph``, and lead each call to living actors.
 
-    ``placement``: per stage, its positions in each replica. ``forward_only``: stages without a backward.
+    Args:
+        routes: of the units of all replicas.
+        graph: of the modules.
+        placement: per stage, its positions in each replica.
+        forward_only: stages without a backward.
 
     Raises:
         PlanError: a part that does not fit, with its path (``routes.moves``, ...).
@@ -81,9 +85,12 @@ def _check_moves(routes: Routes, graph: ModuleGraph) -> None:
 
 def _check_living(routes: Routes, graph: ModuleGraph, placement: Sequence[Sequence[int]]) -> None:
     """No call leads to a dead actor."""
-    for stage, places in enumerate(placement if routes.dead else ()):
-        for unit in routes.calls(graph.module_of(stage)[0]):
-            for actor in (Actor(place, routes.of(unit, stage)) for place in places):
-                if actor in routes.dead:
-                    what = f"stage {stage} of unit {routes.name(unit)} is computed by actor {actor}, which is dead"
-                    raise PlanError(f"{what}; move it", path="routes.moves")
+    dead = {(actor.position, actor.replica): actor for actor in routes.dead}
+    for stage, places in enumerate(placement if dead else ()):
+        module, _ = graph.module_of(stage)
+        for unit in routes.calls(module):
+            replica = routes.of(unit, stage)
+            for place in places:
+                if (place, replica) in dead:
+                    what = f"stage {stage} of unit {routes.name(unit)} is computed by actor {dead[place, replica]}"
+                    raise PlanError(f"{what}, which is dead; move it", path="routes.moves")

@@ -179,8 +179,10 @@ def _flows(
             first, last = (send,), (receive,)
         for sender, receiver in flow.routes:
             for piece in flow.pieces:
-                made, used = flow.makers(piece, sender), flow.users(piece, receiver)
-                made, used = ((piece,), (piece,)) if plan.has_communication else (made, used)
+                made: tuple[int, ...] = (piece,)
+                used = made
+                if not plan.has_communication:
+                    made, used = flow.makers(piece, sender), flow.users(piece, receiver)
                 sides = (first, made, sender, flow.producer), (last, used, receiver, flow.consumer)
                 begins, ends = (
                     [i for kind in kinds for one in pieces for i in spans.get((place, kind, stage, edge, one), ())]

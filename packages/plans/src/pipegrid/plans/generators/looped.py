@@ -68,8 +68,11 @@ def interleaved_1f1b(
         for index in range(len(forwards) + warmup):
             passes = [(forward, *forwards[index])] if index < len(forwards) else []
             passes += [(backward, *backwards[index - warmup])] if index >= warmup else []
-            placed = ((make, chunk * num_positions + position, m) for make, chunk, m in passes)
-            both = [make(stage, m) for make, stage, m in placed if m < num_microbatches and stage < stages]
+            both = [
+                make(chunk * num_positions + position, m)
+                for make, chunk, m in passes
+                if m < num_microbatches and chunk * num_positions + position < stages
+            ]
             steps += [tuple(both)] if overlap and len(both) == 2 else both
         return steps
 

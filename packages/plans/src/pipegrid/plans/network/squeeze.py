@@ -76,6 +76,20 @@ def squeezed(
 class _SqueezedPosition:
     """The progress of a position."""
 
+    __slots__ = (
+        "backwards",
+        "first",
+        "forwards",
+        "forwards_left",
+        "free",
+        "live",
+        "number",
+        "order",
+        "passes",
+        "pending",
+        "warmup",
+    )
+
     def __init__(self, chain: Network, number: int) -> None:
         self.number, self.passes = number, chain.passes_at[number]
         self.forwards = [one for one in reversed(self.passes) if one < chain.num_stages]

@@ -95,7 +95,8 @@ def fewest_communicators(plan: Plan, *orders: OrderModel | str, drains: bool = T
             found |= {frozenset(_separable(played, cycle, model, placed)) for cycle in played.cycles}
         if not found:
             final = placed
-        if not found or frozenset() in found:  # no lanes of this cycle share a communicator
+            break
+        if frozenset() in found:  # no lanes of this cycle share a communicator
             break
         clauses |= found
     if final is None:
@@ -189,10 +190,7 @@ def _place(lanes: Sequence[Lane], clauses: set[frozenset[_Pair]], most: int) -> 
         if any(number not in end and len(end) >= most for end in ends):
             return False
         numbers[lane] = number
-        # A pair is apart on two communicators, or may still come to be.
-        apart = all(
-            any(numbers.get(one, -1) != numbers.get(other, -2) for one, other in clause) for clause in own[lane]
-        )
+        apart = all(any(_is_apart(pair, numbers) for pair in clause) for clause in own[lane])
         del numbers[lane]
         return apart
 
@@ -221,3 +219,9 @@ def _place(lanes: Sequence[Lane], clauses: set[frozenset[_Pair]], most: int) -> 
             return None, True
         put(order[depth], numbers.pop(order[depth]), -1)
     return None, False
+
+
+def _is_apart(pair: _Pair, numbers: Mapping[Lane, int]) -> bool:
+    """Whether two lanes are on two communicators, or may still be."""
+    one, other = (numbers.get(lane) for lane in pair)
+    return one is None or other is None or one != other

@@ -20,7 +20,8 @@ def ends_of(orders: Orders) -> Iterator[tuple[End, Message]]:
     """Every end of a message, in order."""
     for rank, launches in enumerate(orders.ranks):
         for number, launch in enumerate(launches):
-            yield from (((rank, number, part), message) for part, message in enumerate(launch.messages))
+            for part, message in enumerate(launch.messages):
+                yield (rank, number, part), message
 
 
 def paired(orders: Orders, model: OrderModel) -> tuple[Orders, dict[End, End], list[End]]:

@@ -133,8 +133,10 @@ def _in_calls(messages: Iterable[Message]) -> list[Message]:
 def _group_of(lane: Lane, lanes: Groups) -> str:
     if isinstance(lanes, Mapping):
         return f"communicator {lanes[lane]}"
-    pair = f"{min(lane.source, lane.destination)}-{max(lane.source, lane.destination)}"
-    return {"one": "default", "separate": str(lane)}.get(lanes, pair)
+    if lanes == "separate":
+        return str(lane)
+    first, second = sorted((lane.source, lane.destination))
+    return "default" if lanes == "one" else f"{first}-{second}"
 
 
 def ways_of(action: Action) -> set[_Way]:

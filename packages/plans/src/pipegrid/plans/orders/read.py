@@ -100,9 +100,10 @@ def orders_from_csv(text: str, *, batched: bool = True) -> Orders:
 def is_orders(text: str) -> bool:
     """Whether ``text`` is a document of orders, right or wrong: a JSON object with ``ranks``."""
     try:
-        return isinstance(document := load_json(text), dict) and "ranks" in document
+        document = load_json(text)
     except PlanError:
         return False
+    return isinstance(document, dict) and "ranks" in document
 
 
 def _error(found: Any, path: str, expected: str) -> PlanError:

@@ -158,10 +158,7 @@ class _Line:
 def _line(
     plan: Plan, computes: Sequence[Sequence[Action]], duration: Callable[[Action], float], ahead: int | None
 ) -> _Line:
-    durations = None
-    if duration is not unit_duration:
-        what = "duration({})".format
-        durations = [[float(checked(duration(a), Amount, what(a), PlanError)) for a in own] for own in computes]
+    durations = None if duration is unit_duration else [[_checked(duration, a) for a in own] for own in computes]
     starts, ends, order = play(plan, Costs(), durations)
     start: Sequence[Sequence[float]] = starts
     end: Sequence[Sequence[float]] = ends
@@ -223,6 +220,10 @@ def _held_back(plan: Plan, computes: Sequence[Sequence[Action]], start: Times, e
                 ends[place][index] += latest - starts[place][index]
                 starts[place][index] = latest
     return starts, ends
+
+
+def _checked(duration: Callable[[Action], float], action: Action) -> float:
+    return float(checked(duration(action), Amount, f"duration({action})", PlanError))
 
 
 _Event: TypeAlias = tuple[int, int, int, int]  # plain tuples, which the garbage collector does not visit
@@ -332,8 +333,10 @@ def _steps(plan: Plan, computes: Sequence[Sequence[Action]], line: _Line, receiv
             if alone[number]:
                 party.writer.collective(before, party.actions[first][0])
                 continue
-            actions = [action for other, piece in transfers for action in parties[other][slot].actions[piece]]
-            party.writer.exchange(before, tuple(actions), party.partners)
+            actions = party.actions[first]
+            for other, microbatch in transfers[1:]:
+                actions += parties[other][slot].actions[microbatch]
+            party.writer.exchange(before, actions, party.partners)
     return [_with_pairs(writer.finish(), own) for writer, own in zip(writers, plan.positions, strict=True)]
 
 
@@ -377,7 +380,11 @@ def _exchanges(
         # Keys that begin with equal parties are of one length, so no two transfers of others have equal keys.
         befores = [bisect_left(at, place) for at in ats[number]]
         key = (same[number], *befores, number, microbatch) if alone[number] else (same[number], *befores)
-        exchanges.setdefault(key, []).append((number, microbatch))
+        exchange = exchanges.get(key)
+        if exchange is None:
+            exchanges[key] = [(number, microbatch)]
+        else:
+            exchange.append((number, microbatch))
     return exchanges.items()
 
 

@@ -260,11 +260,13 @@ def _check_fields(action: Action) -> None:
         raise PlanError(f"{action}: a {kind} {f'needs {lacks}' if lacks else f'takes no {more}'}")
     if edge is not None:
         ends = [edge.source, edge.destination]
-        ends = ends[:1] if kind in AT_SOURCE else ends[1:] if kind in MESSAGES else ends
-        ascends = edge.source < edge.destination
-        if not ascends or stage not in ends:
-            why = f"its end is stage {' or '.join(map(str, ends))}" if ascends else "edges ascend, as activations flow"
-            raise PlanError(f"a {kind} of stage {stage} names edge {edge}; {why}")
+        if kind in MESSAGES:
+            ends = [edge.source if kind.is_at_source else edge.destination]
+        if edge.source >= edge.destination:
+            raise PlanError(f"a {kind} of stage {stage} names edge {edge}; edges ascend, as activations flow")
+        if stage not in ends:
+            where = " or ".join(map(str, ends))
+            raise PlanError(f"a {kind} of stage {stage} names edge {edge}; its end is stage {where}")
 
 
 def forward(stage: int, microbatch: int) -> Action:

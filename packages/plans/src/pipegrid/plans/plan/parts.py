@@ -131,8 +131,9 @@ def as_placement(value: Iterable[int | Iterable[int]]) -> tuple[tuple[int, ...],
 def stages_on(placement: Iterable[Iterable[int]]) -> dict[int, list[int]]:
     """The stages of each position that holds any, ascending."""
     held: dict[int, list[int]] = {}
-    for position, stage in ((position, stage) for stage, places in enumerate(placement) for position in places):
-        held.setdefault(position, []).append(stage)
+    for stage, positions in enumerate(placement):
+        for position in positions:
+            held.setdefault(position, []).append(stage)
     return held
 
 

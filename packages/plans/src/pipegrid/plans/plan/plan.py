@@ -172,7 +172,10 @@ class Plan:
         """The actions of ``position`` in order, batches and pairs opened."""
         require_position(position, self)
         for step in self.positions[position]:
-            yield from (step,) if isinstance(step, Action) else step
+            if isinstance(step, Action):
+                yield step
+            else:
+                yield from step
 
     @cached_property
     def traffic(self) -> tuple[tuple[Edge, Direction], ...]:

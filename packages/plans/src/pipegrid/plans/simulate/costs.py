@@ -100,10 +100,13 @@ PerEdge: TypeAlias = Annotated[float | Mapping[Edge, float] | Sequence[tuple[Edg
 """One number for every edge, or one per edge."""
 PerSlice: TypeAlias = tuple[Annotated[float, number(above=0.0)], ...]
 
+PER_STAGE = (
+    *("F", "I", "W", "B", "REDUCE", "COLLECTIVE", "activation", "input_release"),
+    *("UNSHARD", "REDUCE_GRAD", "parameters", "hidden"),
+)
+PER_EDGE = ("latency", "bandwidth", "message")
 _SHARES = ("F", "I", "W", "B", "activation", "UNSHARD", "REDUCE_GRAD", "parameters", "hidden")
 """Costs of which a stage has its share of the model."""
-PER_STAGE = (*_SHARES, "REDUCE", "COLLECTIVE", "input_release")
-PER_EDGE = ("latency", "bandwidth", "message")
 StageCost: TypeAlias = Annotated[str, _one_of(PER_STAGE)]
 EdgeCost: TypeAlias = Annotated[str, _one_of((*PER_EDGE, "kept"))]
 

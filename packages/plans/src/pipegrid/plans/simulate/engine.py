@@ -3,6 +3,9 @@
 Positions run as far as they can, one after the other; a message that arrives wakes the position that waits for it.
 Lanes are first in, first out and each position's order is fixed, so the times do not depend on which position runs
 first, and every action is looked at about once.
+
+This is the player of whole plans: messages, lanes, collectives, copies. Where a search plays 10^4 to 10^6 orders of
+computes, `network.network` has a player of those alone.
 """
 
 from __future__ import annotations
@@ -80,13 +83,17 @@ class Simulator:
             try:
                 self._advance(position)
             except (IndexError, KeyError):
-                what = f"an action of position {position} names a stage, microbatch, edge or group"
-                raise PlanError(f"{what} that the plan does not have; verify(plan) says which") from None
+                raise PlanError(
+                    f"an action of position {position} names a stage, microbatch, edge or group that the plan does not "
+                    "have; verify(plan) says which"
+                ) from None
         stuck = [p for p, actions in enumerate(self.actions) if self.at[p] < len(actions)]
         if stuck:
             where = ", ".join(f"position {p} at {self.actions[p][self.at[p]]}" for p in stuck[:8])
-            what = f"{len(stuck)} of {len(self.actions)} positions never finish ({where})"
-            raise PlanError(f"the plan gets stuck: {what}; verify(plan) says why")
+            raise PlanError(
+                f"the plan gets stuck: {len(stuck)} of {len(self.actions)} positions never finish ({where}); "
+                "verify(plan) says why"
+            )
         if ends := [lane for lane in self.wiring.lanes.values() if lane.sends or lane.receives]:
             between = f"from position {ends[0].source} to position {ends[0].destination}"
             raise PlanError(f"messages {between} have one end only; verify(plan) says which")
@@ -118,10 +125,13 @@ class Simulator:
                 continue
             piece, weight = action.microbatch, 1.0
             assert piece is not None
-            unit = piece if routed else 0
-            entry = table.get((action.stage, unit) if routed else action.stage)
-            entry = entry or self.wiring.compute(action.kind, action.stage, position, unit)
-            piece = 0 if routed else piece
+            if routed:
+                unit, piece = piece, 0
+                entry = table.get((action.stage, unit)) or self.wiring.compute(
+                    action.kind, action.stage, position, unit
+                )
+            else:
+                entry = table.get(action.stage) or self.wiring.compute(action.kind, action.stage, position)
             duration = entry.duration
             if num_slices > 1:
                 assert action.slice is not None
@@ -164,11 +174,10 @@ class Simulator:
         begin, saved = now, 0.0
         for at, action in enumerate(self.actions[position][index : index + 2], index):
             piece, part = self.plan.piece_of(action), action.slice or 0
-            unit = piece if self.routed else 0
-            entry = self.wiring.computes[position][action.kind].get(
-                (action.stage, unit) if self.routed else action.stage
+            key = (action.stage, piece) if self.routed else action.stage
+            entry = self.wiring.computes[position][action.kind].get(key) or self.wiring.compute(
+                action.kind, action.stage, position, piece if self.routed else 0
             )
-            entry = entry or self.wiring.compute(action.kind, action.stage, position, unit)
             piece = 0 if self.routed else piece
             for slots in entry.needs:
                 time = slots[piece]
@@ -204,7 +213,8 @@ class Simulator:
     def _join(self, places: Sequence[int], arrival: _Arrival, piece: int) -> float | None:
         """Come to a compute of a shared stage; the time at which it is done, or None while others are to come."""
         action = arrival.action
-        if (together := self._meet(action, places, arrival)) is None:
+        together = self._meet(action, places, arrival)
+        if together is None:
             return None
         arrivals, done = together
         self.order.append(tuple([Run(other.position, other.at, other.at + 1) for other in arrivals]))
@@ -274,14 +284,8 @@ class Simulator:
 
     def _gather(self, position: int, index: int, action: Action, now: float) -> float | None:
         """Take part in a collective; the time at which it is done, or None while others are to come."""
-        if action.kind in SHARDING or action.kind in OFFLOADING:  # on a stream beside computes
-            if action.kind in SHARDING:
-                start, done = self.wiring.shard_streams[position].run(action, now)
-            else:
-                piece, length = self.plan.piece_of(action), self.slice_lengths[action.slice or 0]
-                start, done = self.wiring.copy_streams[position].run(action, piece, length, now)
-            self.start[position][index], self.end[position][index] = start, done
-            return done if action.kind is ActionKind.RELEASE else now  # the host waits for the copy that it releases
+        if action.kind in SHARDING or action.kind in OFFLOADING:
+            return self._start_beside(position, index, action, now)
         duration = self.duration[action.kind][action.stage]
         dataflow = self.wiring.dataflow
         name = dataflow.group_of(action, position)
@@ -291,7 +295,8 @@ class Simulator:
         members = dataflow.groups[name]
         if position not in members:
             raise PlanError(f"{action} at position {position} names a group of positions {list(members)}")
-        if (together := self._meet(name, members, _Arrival(position, index, action, now, duration))) is None:
+        together = self._meet(name, members, _Arrival(position, index, action, now, duration))
+        if together is None:
             return None
         arrivals, done = together
         for member, _, other, *_ in arrivals:
@@ -300,6 +305,16 @@ class Simulator:
                 if flow is not None:
                     self.wiring.arrived_at(flow, member, None)[self.plan.piece_of(other)] = done
         return done
+
+    def _start_beside(self, position: int, index: int, action: Action, now: float) -> float:
+        """Start what runs on a stream of its own; the time to go on, which is the end of what the host waits for."""
+        if action.kind in SHARDING:
+            start, done = self.wiring.shard_streams[position].run(action, now)
+        else:
+            piece, length = self.plan.piece_of(action), self.slice_lengths[action.slice or 0]
+            start, done = self.wiring.copy_streams[position].run(action, piece, length, now)
+        self.start[position][index], self.end[position][index] = start, done
+        return done if action.kind is ActionKind.RELEASE else now
 
 
 @contextmanager

@@ -155,7 +155,7 @@ class Simulation:
 
     def peaks(self, *, until: Literal["W", "I"] = "W") -> tuple[float, ...]:
         """Per position, the most live activations at any time, in microbatches (see `live`)."""
-        every = [self.live(position, until=until) for position in range(self.plan.num_positions)]
+        every = (self.live(position, until=until) for position in range(self.plan.num_positions))
         return tuple(max((value for _, value in points), default=0.0) for points in every)
 
     def peak(self, *, until: Literal["W", "I"] = "W") -> float:

@@ -122,9 +122,10 @@ class Wiring:
         self.lanes: dict[tuple[int, int, Direction], Lane] = {}
         self.shard_streams = [ShardStream(self.duration, plan.num_pieces) for _ in actions]
         copy_times = [size / costs.offload_bandwidth for size in activation_sizes(plan, costs)]
-        there: Slots = [0.0] * plan.num_pieces
-        reloads = [{action.stage: there.copy() for action in own if action.kind is RELOAD} for own in actions]
-        self.copy_streams = [CopyStreams(copy_times, own) for own in reloads]
+        reloads = [{action.stage for action in own if action.kind is ActionKind.RELOAD} for own in actions]
+        self.copy_streams = [
+            CopyStreams(copy_times, {stage: [0.0] * plan.num_pieces for stage in own}) for own in reloads
+        ]
         self.flows = {
             (flow.edge, flow.direction, piece): flow
             for flow in self.dataflow.flows

@@ -20,13 +20,13 @@ F, W = ActionKind.F, ActionKind.W
 class SharedLane:
     """The messages of one position and a partner over their one communicator, batch by batch.
 
-    ``contents``: per exchange the ids of its messages; ``steps``: its step. ``here`` and ``there``: the events of the
-    first exchange at both ends, where it blocks.
+    ``contents``: per exchange the id of its message, or a list of several; ``steps``: its step. ``here`` and ``there``:
+    the events of the first exchange at both ends, where it blocks.
     """
 
     here: int | None
     there: int | None
-    contents: list[tuple[int, ...]] = Factory(list)
+    contents: list[int | list[int]] = Factory(list)
     steps: list[int] = Factory(list)
 
 
@@ -153,9 +153,13 @@ class PositionVerifier:
 
     def _exchange(self, index: int) -> None:
         """Note what a batch exchanges with each of its partners over shared lanes."""
-        contents: dict[int, tuple[int, ...]] = {}
+        contents: dict[int, int | list[int]] = {}
         for partner, message in self._posted:
-            contents[partner] = (*contents.get(partner, ()), message)
+            if partner in contents:
+                others = contents[partner]
+                contents[partner] = sorted([*(others if isinstance(others, list) else (others,)), message])
+            else:
+                contents[partner] = message
         self._posted.clear()
         for partner, content in contents.items():
             lane = self._shared_lanes[partner]
@@ -163,7 +167,7 @@ class PositionVerifier:
                 at = len(lane.steps)
                 self.program.operations.append(lane.here + at)
                 self._waits.append(~(lane.there + at))
-            lane.contents.append(tuple(sorted(content)))
+            lane.contents.append(content)
             lane.steps.append(index)
 
     def _fault(self, rule: str, message: str, step: int) -> None:

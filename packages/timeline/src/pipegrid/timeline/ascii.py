@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pipegrid.core.fields import Count, checked_arguments
 from pipegrid.timeline.kinds import COLOURS, OTHER, ink_on, tint
 from pipegrid.timeline.recording import TimelineError
-from pipegrid.timeline.timeline import Span, Timeline, as_panels, summary
+from pipegrid.timeline.timeline import Span, Timeline, as_panels, stage_place, summary
 
 FILL = {"F": "-", "B": "=", "I": "~", "W": "+"}
 WIDTH = 160
@@ -39,7 +39,9 @@ def _columns(timeline: Timeline, width: int) -> float:
         return 1.0
     fits = width / timeline.makespan
     computes = [span for span in timeline.spans if span.is_compute and span.duration > 0]
-    wanted = max([(1 + len(span.number) + timeline.shade(span)) / span.duration for span in computes], default=0.0)
+    wanted = max(
+        [(1 + len(span.number) + stage_place(timeline, span)) / span.duration for span in computes], default=0.0
+    )
     if wanted <= fits:
         return wanted or fits
     shortest = min(span.duration for span in computes)
@@ -62,7 +64,7 @@ def _lines(timeline: Timeline, width: int, *, colour: bool) -> Iterator[str]:
                 continue
             low, high = timeline.shares.get(span, (0.0, 1.0))  # what runs at once is written side by side
             first, last = (round((span.start - timeline.start + part * span.duration) * scale) for part in (low, high))
-            shade = timeline.shade(span)
+            shade = stage_place(timeline, span)
             text = _text(span, shade, last - first)
             marked = marked or (shade > 0 and "'" in text)
             cells[first:last] = text

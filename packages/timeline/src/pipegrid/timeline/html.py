@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Iterable, Sequence
 from html import escape
 from importlib.resources import files
-from operator import attrgetter, itemgetter
+from operator import attrgetter
 from pathlib import Path
 from string import Template
 from typing import Any
@@ -42,17 +42,20 @@ def _column(kind: str, values: Iterable[float | None]) -> dict[str, str]:
     return {"type": kind, "data": base64.b64encode(zlib.compress(packed, 9)).decode()}
 
 
+def _places(values: Iterable[str]) -> dict[str, int]:
+    """Each different text with its number, in order."""
+    return {text: number for number, text in enumerate(dict.fromkeys(values))}
+
+
 def _panel(timeline: Timeline) -> dict[str, Any]:
     spans, flows = timeline.spans, timeline.flows
-    kinds, labels = (  # each different text with its number
-        {text: number for number, text in enumerate(dict.fromkeys(texts))}
-        for texts in ([span.kind for span in spans], ["", *(span.label for span in spans)])
-    )
+    kinds = _places(span.kind for span in spans)
+    labels = _places(("", *(span.label for span in spans)))
     counters = []
     for counter in timeline.counters:
-        times, values = (map(itemgetter(at), counter.points) for at in (0, 1))
-        columns = {"time": _column("f64", times), "value": _column("f64", values)}
-        counters.append({"row": counter.row, "name": counter.name, "columns": columns})
+        times = _column("f64", (time for time, _ in counter.points))
+        values = _column("f64", (value for _, value in counter.points))
+        counters.append({"row": counter.row, "name": counter.name, "columns": {"time": times, "value": values}})
     return {
         "title": timeline.title,
         "unit": timeline.unit,

@@ -123,9 +123,13 @@ def _entries(recording: Recording, track: Track) -> Iterator[tuple[Action, Recor
 
 def _overhead(recording: Recording) -> float:
     """Mean host seconds of an action beside its compute: from the end of the last action to the end of a posting."""
-    entries = (each for track in recording.tracks for each in _entries(recording, track) if each[0].kind.is_message)
-    free_at = [(entry.posted, free) for _, entry, free in entries]
-    return _mean([max(0.0, end - free) for end, free in free_at if free is not None and end is not None])
+    found = [
+        max(0.0, entry.posted - free)
+        for track in recording.tracks
+        for action, entry, free in _entries(recording, track)
+        if free is not None and entry.posted is not None and action.kind.is_message
+    ]
+    return _mean(found)
 
 
 def _free(entry: Recorded, action: Action) -> float:

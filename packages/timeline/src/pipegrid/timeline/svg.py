@@ -10,7 +10,7 @@ from xml.sax.saxutils import escape, quoteattr
 from pipegrid.core.fields import Seconds, checked_arguments
 from pipegrid.timeline.kinds import COLOURS, HATCHED, MEANING, OTHER, ink_on, tint
 from pipegrid.timeline.recording import TimelineError
-from pipegrid.timeline.timeline import Counter, Span, Timeline, amount, as_panels, summary, time_text
+from pipegrid.timeline.timeline import Counter, Span, Timeline, amount, as_panels, stage_place, summary, time_text
 
 ROW = 28  # heights and widths in SVG units (pixels at 100%)
 GAP = 6
@@ -89,7 +89,7 @@ class _Panel:
 
     def colour(self, span: Span) -> str:
         """Of its kind, with a share of white: 0 for the first stage of the row, up to 0.6 for the last of many."""
-        share = 0.6 * self.timeline.shade(span) / max(1, self.most_stages - 1)
+        share = 0.6 * stage_place(self.timeline, span) / max(1, self.most_stages - 1)
         return tint(COLOURS.get(span.kind, OTHER), 0.0 if span.kind in HATCHED else share)
 
     def middle(self, span: Span) -> tuple[float, float]:

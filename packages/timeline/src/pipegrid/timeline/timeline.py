@@ -224,11 +224,6 @@ class Timeline:
                 found[span.row].add(span.stage)
         return tuple(tuple(sorted(stages)) for stages in found)
 
-    def shade(self, span: Span) -> int:
-        """The place of the span's stage among those that work on its row, from 0; 0 without."""
-        stages = self.stages[span.row]
-        return stages.index(span.stage) if span.stage in stages else 0
-
     @cached_property
     def shares(self) -> dict[Span, tuple[float, float]]:
         """The part of its row's height, from 0 at the top to 1, of each span of work that overlaps others there."""
@@ -275,6 +270,12 @@ def scaled(timeline: Timeline, factor: Seconds, *, unit: str) -> Timeline:
     counters = [evolve(one, points=[(at(time), value) for time, value in one.points]) for one in timeline.counters]
     spans = [evolve(span, start=at(span.start), end=at(span.end)) for span in timeline.spans]
     return evolve(timeline, unit=unit, spans=spans, counters=counters)
+
+
+def stage_place(timeline: Timeline, span: Span) -> int:
+    """The place of the span's stage among those that work on its row, from 0; 0 if it is none of them."""
+    stages = timeline.stages[span.row]
+    return stages.index(span.stage) if span.stage in stages else 0
 
 
 def as_panels(timeline: Timeline | Sequence[Timeline]) -> tuple[Timeline, ...]:

@@ -73,8 +73,9 @@ def _place(plan: Plan, dump: Dump, ranks: tuple[int, ...]) -> Place:
     messages = [number for number, action in enumerate(actions) if action.kind.is_message]
     sent = []  # whether a message is sent, and the position at its other end
     for action in (actions[number] for number in messages):
-        others = [] if action.peer is None else [place for place in plan.placement[action.peer] if place != position]
-        sent.append((action.kind.is_send, others[0]))
+        assert action.peer is not None
+        other = next(place for place in plan.placement[action.peer] if place != position)
+        sent.append((action.kind.is_send, other))
     ended = next((number for number, entry in enumerate(own) if not entry.ended), len(own))
     wanted = [(entry.kind == "send", ranks.index(entry.peer)) for entry in own if entry.peer in ranks]
     offsets = range(len(messages))

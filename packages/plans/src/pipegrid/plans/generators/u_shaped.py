@@ -54,7 +54,8 @@ def u_shape(
 
     def order(position: int) -> Steps:
         if position == 0:
-            return _edge_order(num_positions, num_microbatches, counts, forward_only=forward_only)
+            edge_order = _edge_forward_order if forward_only else _edge_order
+            return edge_order(num_positions, num_microbatches, counts)
         builder = OrderBuilder(num_microbatches)
         builder.f(position, 0 if forward_only else min(counts.in_flight[position] - 1, num_microbatches))
         for _ in range(num_microbatches):
@@ -132,19 +133,14 @@ def _floor(quotient: float) -> int:
     return math.floor(quotient * (1 + SLACK) + SLACK)
 
 
-def _edge_order(tail: int, num_microbatches: int, counts: UShapeCounts, *, forward_only: bool) -> Steps:
+def _edge_order(tail: int, num_microbatches: int, counts: UShapeCounts) -> Steps:
     """The order of position 0, phase by phase; the tail is stage ``tail``."""
     builder = OrderBuilder(num_microbatches)
-    held = num_microbatches if forward_only else min(counts.in_flight[0], num_microbatches)
+    held = min(counts.in_flight[0], num_microbatches)
     warmup = min(counts.head_warmup, held)
-    passes = 0 if forward_only else min(1 + counts.tail_extra, held)
+    passes = min(1 + counts.tail_extra, held)
 
     builder.f(0, warmup)  # 1. head forwards, while the first microbatch travels to the tail
-    if forward_only:  # then tail and head in turn
-        for _ in range(num_microbatches):
-            builder.f(tail)
-            builder.f(0)
-        return builder.order
     for number in range(passes):  # 2. tail passes, while its gradient travels back; heads as there is room
         builder.f(tail)
         builder.b(tail)
@@ -156,4 +152,14 @@ def _edge_order(tail: int, num_microbatches: int, counts: UShapeCounts, *, forwa
         builder.f(0)
         builder.f(tail)
         builder.b(tail)
+    return builder.order
+
+
+def _edge_forward_order(tail: int, num_microbatches: int, counts: UShapeCounts) -> Steps:
+    """The order of position 0 in evaluation: heads until the first microbatch is back, then tail and head in turn."""
+    builder = OrderBuilder(num_microbatches)
+    builder.f(0, min(counts.head_warmup, num_microbatches))
+    for _ in range(num_microbatches):
+        builder.f(tail)
+        builder.f(0)
     return builder.order

@@ -111,12 +111,11 @@ def check_offloading(plan: Plan, position: int) -> list[Fault]:
     """The faults of ``OFFLOAD``, ``RELEASE``, ``RELOAD``: once each, in this order, between forward and backward."""
     states: dict[tuple[int, int], _State] = {}
     faults: list[Fault] = []
-    for index, action in (
-        (n, action) for n, step in enumerate(plan.positions[position]) for action in actions_of(step)
-    ):
-        faults += [Fault(rule, text, position, index) for rule, text in _faults(plan, action, states)]
-        if action.kind in _GIVES:
-            states[action.stage, plan.piece_of(action)] = _GIVES[action.kind]
+    for index, step in enumerate(plan.positions[position]):
+        for action in actions_of(step):
+            faults += [Fault(rule, text, position, index) for rule, text in _faults(plan, action, states)]
+            if action.kind in _GIVES:
+                states[action.stage, plan.piece_of(action)] = _GIVES[action.kind]
     return faults
 
 
@@ -134,10 +133,14 @@ def _faults(plan: Plan, action: Action, states: dict[tuple[int, int], _State]) -
             yield "unneeded", f"{action}: stage {action.stage} has no backward, and keeps nothing"
             return
         found = states.get((action.stage, plan.piece_of(action)))
-        before = {None: F, "on the device": OFFLOAD, "going out": RELEASE}.get(found)
-        if found != _NEEDS[kind] and before is not None and (found is None or kind is not OFFLOAD):
+        if found == _NEEDS[kind]:
+            return
+        if found is None:
+            yield "dependency", f"{action} needs {_named(action, F)} before it"
+        elif kind is not OFFLOAD and found in ("on the device", "going out"):
+            before = OFFLOAD if found == "on the device" else RELEASE
             yield "dependency", f"{action} needs {_named(action, before)} before it"
-        elif found != _NEEDS[kind]:
+        else:
             yield "duplicate", f"{action}: the activations are {found} already"
 
 

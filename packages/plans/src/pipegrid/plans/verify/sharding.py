@@ -54,8 +54,10 @@ class _ShardedPosition:
     def _faults(self, action: Action, index: int) -> Iterator[tuple[str, str]]:
         kind, stage = action.kind, action.stage
         if kind is ActionKind.REDUCE and action.group is not None:
-            for late in sorted(self.unreduced.intersection(self.tied.get(action.group, ())))[:1]:
-                yield "dependency", f"{action} sums gradients of stage {late}, which needs {late}REDUCE_GRAD first"
+            late = sorted(self.unreduced.intersection(self.tied.get(action.group, ())))
+            if late:
+                text = f"{action} sums gradients of stage {late[0]}, which needs {late[0]}REDUCE_GRAD first"
+                yield "dependency", text
         if stage not in self.sharded or (kind not in COMPUTES and kind not in SHARDING):
             return
         if kind is UNSHARD:

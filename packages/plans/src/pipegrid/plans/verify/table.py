@@ -106,13 +106,17 @@ RuleKey: TypeAlias = tuple[ActionKind, int] | tuple[ActionKind, int, int] | tupl
 """Kind and stage of a compute; kind, source and destination of an action along an edge; with routes, then the unit."""
 
 
-MessageEnd: TypeAlias = tuple[int, int, int | None, int | None]
-"""One end of one message, for the piece of its rule: numbers and event ids.
+class MessageEnd(NamedTuple):
+    """One end of one message of an action; ``message`` and ``waits`` are for the piece of the rule."""
 
-The number, in `PositionTable.lanes`, of the lane on which this end is noted in order; the id of its send, at both ends;
-``~event`` of the other end, which holds the position up at the end of the batch, or of the flow's part of it; and with
-shared lanes, the number of the partner in `PositionTable.partners`.
-"""
+    order: int
+    """The number, in `PositionTable.lanes`, of the lane on which this end is noted in order."""
+    message: int
+    """The id of its send, at both ends."""
+    waits: int | None
+    """``~event`` of the other end, which holds the position up at the end of the batch, or of the flow's part of it."""
+    partner: int | None
+    """With shared lanes, the number of the partner in `PositionTable.partners`."""
 
 
 class ActionRule(NamedTuple):
@@ -214,10 +218,13 @@ class PositionTable:
         blocks = self.blocking.rendezvous and self.blocking.lanes == "separate"
         at_once = self.blocking.in_order and len(own) == 1  # nothing else belongs to the flow's part of a batch
         for sends, stage in ((True, flow.producer), (False, flow.consumer)):
-            kind, ends, events = MESSAGE_KINDS[flow.direction][0 if sends else 1], list[MessageEnd](), list[int]()
+            kind = MESSAGE_KINDS[flow.direction][0 if sends else 1]
+            ends: list[MessageEnd] = []
+            events: list[int] = []
             for route in own:
-                ends_at = route.lane.source, route.lane.destination
-                place, other = ends_at if sends else ends_at[::-1]
+                place, other = route.lane.source, route.lane.destination
+                if not sends:
+                    place, other = other, place
                 if self.position != place:
                     continue
                 here, there = (route.sent, route.received) if sends else (route.received, route.sent)
@@ -229,7 +236,7 @@ class PositionTable:
                 order = self.lanes.setdefault((route.lane, sends), len(self.lanes))
                 shared = self.blocking.lanes == "shared"
                 partner = self.partners.setdefault(other, len(self.partners)) if shared else None
-                ends.append((order, route.sent + piece, waits, partner))
+                ends.append(MessageEnd(order, route.sent + piece, waits, partner))
             if ends:
                 result = self._result(stage, flow.direction) if sends else 0
                 self._add(

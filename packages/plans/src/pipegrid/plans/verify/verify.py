@@ -35,8 +35,8 @@ class Proof:
         num_actions: of all positions.
         num_messages: between positions.
         rendezvous: the argument of the proof.
-        lanes: likewise.
-        batches: likewise.
+        lanes: the argument of the proof.
+        batches: the argument of the proof.
         orders: the names of the order models under which it holds; none for computes alone.
         drains: whether it holds if computes wait for the whole device.
         peak_live: per position, the most activations live at once, in microbatches. A stage of n on its position counts
@@ -320,14 +320,18 @@ def models_covered(plan: Plan, blocking: Blocking) -> tuple[str, ...]:
     if not blocking.rendezvous:
         return ("gloo",)
     names = [name for name, model in ORDER_MODELS.items() if blocking.in_order or model.batched != "rank"]
-    ends = (Counter(end for route in flow.routes for end in route) for flow in dataflow_of(plan).crossing)
-    if blocking.in_order and any(count > 1 for own in ends for count in own.values()):
+    if blocking.in_order and any(_fans(flow.routes) for flow in dataflow_of(plan).crossing):
         for name in [name for name in names if ORDER_MODELS[name].batched == "rank"]:
             try:
                 require_end(plan, ORDER_MODELS[name], blocking, drains=True)
             except PlanError:
                 names.remove(name)
     return tuple(names)
+
+
+def _fans(routes: Sequence[tuple[int, int]]) -> bool:
+    """Whether several of these routes of one message start or end at a position."""
+    return any(count > 1 for count in Counter(end for route in routes for end in route).values())
 
 
 def require_end(plan: Plan, model: OrderModel, blocking: Blocking, *, drains: bool) -> None:

@@ -152,10 +152,8 @@ class Reader:
     def _plan(self) -> Plan:
         actions, header = [action for _, _, action in self.actions], self.header
         implied = {part: 1 + max(map(number, actions)) for part, number in _IMPLIED.items()}
-        implied["microbatches"] = self.num_microbatches or implied["microbatches"]
-        count, slices = (
-            int(header[name][0][0]) if name in header else implied[name] for name in ("microbatches", "slices")
-        )
+        count = self._count("microbatches", self.num_microbatches or implied["microbatches"])
+        slices = self._count("slices", implied["slices"])
         graph = self._graph(self.num_stages or implied["modules"])
         placement = [_numbers(word[0]) for word in header["placement"]] if "placement" in header else None
         routes = self.routes.routes()
@@ -180,6 +178,9 @@ class Reader:
             num_slices=slices,
             routes=routes,
         )
+
+    def _count(self, name: str, implied: int) -> int:
+        return int(self.header[name][0][0]) if name in self.header else implied
 
     def _graph(self, implied: int) -> ModuleGraph:
         skips = [parse_edge(edge) for word in self.header.get("skips", ()) for edge in word[0].split(",")]

@@ -39,9 +39,8 @@ def _columns(timeline: Timeline, width: int) -> float:
         return 1.0
     fits = width / timeline.makespan
     computes = [span for span in timeline.spans if span.is_compute and span.duration > 0]
-    wanted = max(
-        [(1 + len(span.number) + stage_place(timeline, span)) / span.duration for span in computes], default=0.0
-    )
+    widths = [(1 + len(span.number) + stage_place(timeline, span)) / span.duration for span in computes]
+    wanted = max(widths, default=0.0)
     if wanted <= fits:
         return wanted or fits
     shortest = min(span.duration for span in computes)

@@ -149,13 +149,22 @@ def test_text_that_is_not_routes(text, line, column):
         {"units": [2, 2], "moves": {"x": {"0@0": 1}}},
         {"units": [2, 2], "moves": {"0": {"0": 1}}},
         {"units": [2, 2], "moves": {"0": {"2@0": 1}}},
+        {"units": [2, 2], "moves": []},
         {"units": [2, 2], "dead": ["1"]},
+        {"units": [2, 2], "dead": ""},
         {"units": [2, 2], "every": {"m": True}},
     ],
 )
 def test_json_that_is_not_routes(document):
     with pytest.raises(PlanError):
         routes_from_json(json.dumps(document))
+
+
+def test_no_move_is_lost_where_json_writes_a_number_in_two_ways():
+    document = {"units": [2, 2], "moves": {"1": {"0@1": 0}, "01": {"1@1": 0}}}
+    assert routes_from_json(json.dumps(document)) == Routes([2, 2], moves=[Move(1, 2, 0), Move(1, 3, 0)])
+    with pytest.raises(PlanError, match="give one"):
+        routes_from_json(json.dumps({"units": [2, 2], "moves": {"1": {"0@1": 0, "00@1": 1}}}))
 
 
 def test_text_by_hand():

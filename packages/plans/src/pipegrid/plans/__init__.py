@@ -7,8 +7,6 @@ hold for programs of others: `prove_order` takes the orders of any launches.
 Rarer names are in the folders: `pipegrid.plans.generators`, `plan`, `passes`, `orders`, `verify`, `simulate`.
 """
 
-from __future__ import annotations
-
 from pipegrid.plans.errors import Fault, PlanError, PlanSyntaxError
 from pipegrid.plans.generators import (
     SCHEDULES,

@@ -6,20 +6,18 @@ from pipegrid.timeline.of_orders import order_timeline
 from pipegrid.timeline.perfetto import perfetto, write_perfetto
 from pipegrid.timeline.recorder import Recorder
 from pipegrid.timeline.measured import recorded_costs
-from pipegrid.timeline.recording import Aside, Recorded, Recording, TimelineError, Track
-from pipegrid.timeline.recording_json import recording_from_json, recording_to_json
+from pipegrid.timeline.recording import (
+    Aside,
+    Recorded,
+    Recording,
+    TimelineError,
+    Track,
+    recording_from_json,
+    recording_to_json,
+)
 from pipegrid.timeline.sources import position_name, timeline
 from pipegrid.timeline.svg import svg, write_svg
-from pipegrid.timeline.timeline import (
-    Counter,
-    Flow,
-    Span,
-    Timeline,
-    amount,
-    scaled,
-    summary,
-    time_text,
-)
+from pipegrid.timeline.timeline import Counter, Flow, Span, Timeline, amount, scaled, summary, time_text
 
 __all__ = [
     "Aside",

@@ -9,12 +9,10 @@ from collections.abc import Iterator, Sequence
 from pipegrid.core.fields import Count, checked_arguments
 from pipegrid.timeline.kinds import COLOURS, OTHER, ink_on, tint
 from pipegrid.timeline.recording import TimelineError
-from pipegrid.timeline.timeline import Span, Timeline, as_panels, summary
+from pipegrid.timeline.timeline import Span, Timeline, as_panels, stage_place, summary
 
 FILL = {"F": "-", "B": "=", "I": "~", "W": "+"}
 WIDTH = 160
-
-
 RESET = "\x1b[0m"
 
 
@@ -30,14 +28,9 @@ def _painted(text: str, kind: str, shade: float) -> str:
 
 def _text(span: Span, shade: int, width: int) -> str:
     """``span`` in ``width`` characters: kind, microbatch and a mark for each earlier stage, as they fit."""
-    fill = FILL.get(span.kind, "#")
-    number = span.label or span.number
-    kind = span.kind if span.kind in FILL else span.kind[:1]
-    marks = "'" * shade
-    for text in (kind + number + marks, kind + number, kind, ""):
-        if len(text) <= width:
-            return text.ljust(width, fill)
-    return fill * width
+    fill, named = FILL.get(span.kind, "#"), span.kind[:1] + (span.label or span.number)
+    fitting = (text for text in (named + "'" * shade, named, span.kind[:1]) if len(text) <= width)
+    return next(fitting, "").ljust(width, fill)
 
 
 def _columns(timeline: Timeline, width: int) -> float:
@@ -45,15 +38,12 @@ def _columns(timeline: Timeline, width: int) -> float:
     if timeline.makespan <= 0:
         return 1.0
     fits = width / timeline.makespan
-    wanted, shortest = 0.0, timeline.makespan
-    for span in timeline.spans:
-        if span.is_compute and span.duration > 0:
-            shortest = min(shortest, span.duration)
-            stages = timeline.stages[span.row]
-            marks = stages.index(span.stage) if span.stage in stages else 0
-            wanted = max(wanted, (1 + len(span.number) + marks) / span.duration)
+    computes = [span for span in timeline.spans if span.is_compute and span.duration > 0]
+    widths = [(1 + len(span.number) + stage_place(timeline, span)) / span.duration for span in computes]
+    wanted = max(widths, default=0.0)
     if wanted <= fits:
         return wanted or fits
+    shortest = min(span.duration for span in computes)
     whole = int(fits * shortest)  # whole columns for the shortest span, if there are any, keep rows even
     return whole / shortest if whole else fits
 
@@ -73,13 +63,12 @@ def _lines(timeline: Timeline, width: int, *, colour: bool) -> Iterator[str]:
                 continue
             low, high = timeline.shares.get(span, (0.0, 1.0))  # what runs at once is written side by side
             first, last = (round((span.start - timeline.start + part * span.duration) * scale) for part in (low, high))
-            stages = timeline.stages[row]
-            shade = stages.index(span.stage) if span.stage in stages else 0
+            shade = stage_place(timeline, span)
             text = _text(span, shade, last - first)
             marked = marked or (shade > 0 and "'" in text)
             cells[first:last] = text
             if colour and text:  # the whole span in its first cell, so that the others keep their place
-                painted = _painted(text, span.kind, 0.6 * shade / max(1, len(stages) - 1))
+                painted = _painted(text, span.kind, 0.6 * shade / max(1, len(timeline.stages[row]) - 1))
                 cells[first:last] = [painted, *[""] * (len(text) - 1)]
         note = f"  {timeline.notes[row]}" if timeline.notes else ""
         yield f"{name.rjust(name_width)} |{''.join(cells)}|{note}"

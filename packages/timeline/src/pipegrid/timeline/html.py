@@ -15,6 +15,7 @@ import zlib
 from collections.abc import Iterable, Sequence
 from html import escape
 from importlib.resources import files
+from operator import attrgetter
 from pathlib import Path
 from string import Template
 from typing import Any
@@ -27,6 +28,10 @@ NONE = -(2**31)
 
 SCRIPTS = ("data.js", "model.js", "view.js", "page.js")
 _CODES = {"f64": "d", "i32": "i", "u32": "I"}
+
+
+_OF_SPANS = (("u32", ("row",)), ("f64", ("start", "end", "memory")), ("i32", ("stage", "microbatch", "slice", "home")))
+_OF_FLOWS = (("u32", ("source", "destination")), ("f64", ("bytes",)))
 
 
 def _column(kind: str, values: Iterable[float | None]) -> dict[str, str]:
@@ -46,6 +51,11 @@ def _panel(timeline: Timeline) -> dict[str, Any]:
     spans, flows = timeline.spans, timeline.flows
     kinds = _places(span.kind for span in spans)
     labels = _places(("", *(span.label for span in spans)))
+    counters = []
+    for counter in timeline.counters:
+        times = _column("f64", (time for time, _ in counter.points))
+        values = _column("f64", (value for _, value in counter.points))
+        counters.append({"row": counter.row, "name": counter.name, "columns": {"time": times, "value": values}})
     return {
         "title": timeline.title,
         "unit": timeline.unit,
@@ -56,31 +66,12 @@ def _panel(timeline: Timeline) -> dict[str, Any]:
         "kinds": list(kinds),
         "labels": list(labels),
         "columns": {
-            "row": _column("u32", (span.row for span in spans)),
-            "start": _column("f64", (span.start for span in spans)),
-            "end": _column("f64", (span.end for span in spans)),
+            **{name: _column(kind, map(attrgetter(name), spans)) for kind, names in _OF_SPANS for name in names},
+            **{name: _column(kind, map(attrgetter(name), flows)) for kind, names in _OF_FLOWS for name in names},
             "kind": _column("u32", (kinds[span.kind] for span in spans)),
-            "stage": _column("i32", (span.stage for span in spans)),
-            "microbatch": _column("i32", (span.microbatch for span in spans)),
-            "slice": _column("i32", (span.slice for span in spans)),
-            "home": _column("i32", (span.home for span in spans)),
             "label": _column("u32", (labels[span.label] for span in spans)),
-            "memory": _column("f64", (span.memory for span in spans)),
-            "source": _column("u32", (flow.source for flow in flows)),
-            "destination": _column("u32", (flow.destination for flow in flows)),
-            "bytes": _column("f64", (flow.bytes for flow in flows)),
         },
-        "counters": [
-            {
-                "row": counter.row,
-                "name": counter.name,
-                "columns": {
-                    "time": _column("f64", (time for time, _ in counter.points)),
-                    "value": _column("f64", (value for _, value in counter.points)),
-                },
-            }
-            for counter in timeline.counters
-        ],
+        "counters": counters,
     }
 
 

@@ -17,47 +17,30 @@ STUCK, BEHIND = "STUCK", "BEHIND"
 HATCHED = ("REDUCE", "COLLECTIVE")
 """Kinds in which a whole group takes part: hatched, so that no shade of a compute is taken for them."""
 
-MEANING = {
-    "F": "F forward",
-    "B": "B backward",
-    "I": "I input gradient",
-    "W": "W weight gradient",
-    "REDUCE": "REDUCE gradients",
-    "COLLECTIVE": "COLLECTIVE",
-    "SEND_F": "activation on its way",
-    "RECV_F": "activation on its way",
-    "SEND_B": "gradient on its way",
-    "RECV_B": "gradient on its way",
-    "UNSHARD": "UNSHARD parameters",
-    "RESHARD": "RESHARD parameters",
-    "OFFLOAD": "OFFLOAD activations",
-    "RELOAD": "RELOAD activations",
-    "REDUCE_GRAD": "REDUCE_GRAD over replicas",
-    STUCK: "never ends",
-    BEHIND: "never starts, behind that",
-}
-
-# Okabe and Ito's palette, distinct for colour-blind readers (its green darkened for white text).
-COLOURS = {
-    "F": "#0072b2",
-    "B": "#d55e00",
-    "I": "#e69f00",
-    "W": "#00805d",
-    "REDUCE": "#7b4fa3",
-    "COLLECTIVE": "#cc79a7",
-    "SEND_F": "#5b8fb0",
-    "RECV_F": "#5b8fb0",
-    "SEND_B": "#c58a63",
-    "RECV_B": "#c58a63",
-    "UNSHARD": "#b09a00",
-    "RESHARD": "#b09a00",
-    "REDUCE_GRAD": "#7b4fa3",
-    "OFFLOAD": "#3c8d80",
-    "RELEASE": "#3c8d80",
-    "RELOAD": "#2c6b94",
-    STUCK: "#b3122a",
-    BEHIND: "#d9a3ab",
-}
+# Kind, meaning, colour; the colours are Okabe and Ito's palette, distinct for colour-blind readers (its green darkened
+# for white text).
+_TABLE = (
+    ("F", "F forward", "#0072b2"),
+    ("B", "B backward", "#d55e00"),
+    ("I", "I input gradient", "#e69f00"),
+    ("W", "W weight gradient", "#00805d"),
+    ("REDUCE", "REDUCE gradients", "#7b4fa3"),
+    ("COLLECTIVE", "COLLECTIVE", "#cc79a7"),
+    ("SEND_F", "activation on its way", "#5b8fb0"),
+    ("RECV_F", "activation on its way", "#5b8fb0"),
+    ("SEND_B", "gradient on its way", "#c58a63"),
+    ("RECV_B", "gradient on its way", "#c58a63"),
+    ("UNSHARD", "UNSHARD parameters", "#b09a00"),
+    ("RESHARD", "RESHARD parameters", "#b09a00"),
+    ("REDUCE_GRAD", "REDUCE_GRAD over replicas", "#7b4fa3"),
+    ("OFFLOAD", "OFFLOAD activations", "#3c8d80"),
+    ("RELEASE", "RELEASE", "#3c8d80"),
+    ("RELOAD", "RELOAD activations", "#2c6b94"),
+    (STUCK, "never ends", "#b3122a"),
+    (BEHIND, "never starts, behind that", "#d9a3ab"),
+)
+MEANING = {kind: meaning for kind, meaning, _ in _TABLE}
+COLOURS = {kind: colour for kind, _, colour in _TABLE}
 OTHER = "#767676"
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import cycle, product
 from statistics import mean, median
 from typing import Any
@@ -45,9 +45,8 @@ def recorded_costs(recording: Recording, *, input_share: float = 0.5) -> Costs:
         (1.0,)
     """
     if recording.plan.num_slices > 1:
-        raise CostsError(
-            f"the recording is of microbatches cut into {recording.plan.num_slices} slices; record whole ones"
-        )
+        what = f"the recording is of microbatches cut into {recording.plan.num_slices} slices"
+        raise CostsError(f"{what}; record whole ones")
     held = {stage for track in recording.tracks for stage in recording.plan.stages_at[track.position]}
     if missing := sorted(set(range(recording.plan.num_stages)) - held):
         raise CostsError(f"no rank recorded stage {missing[0]}; gather the track of a rank of every position")
@@ -62,18 +61,12 @@ def _fields(recording: Recording, input_share: float) -> dict[str, Any]:
     grown: dict[int, list[int]] = defaultdict(list)
     for track in recording.tracks:
         actions, paired = list(plan.actions(track.position)), _paired(recording, track)
-        for entry in track.actions:
-            action = actions[entry.index]
-            if entry.index in paired:
-                continue
+        for entry, action in ((one, actions[one.index]) for one in track.actions if one.index not in paired):
             took[action.kind, action.stage].append(entry.end - entry.start)
             if action.kind is _F and entry.memory is not None:
                 grown[action.stage].append(entry.memory)
-
-    def per_stage(kind: ActionKind) -> list[float]:
-        return [mean(took[kind, stage]) if took[kind, stage] else 0.0 for stage in range(plan.num_stages)]
-
-    found: dict[str, Any] = {kind.value: per_stage(kind) for kind in _TIMED}
+    stages = range(plan.num_stages)
+    found: dict[str, Any] = {kind.value: [_mean(took[kind, stage]) for stage in stages] for kind in _TIMED}
     for stage, whole in enumerate(found["B"]):
         if not took[_I, stage]:
             found["I"][stage], found["W"][stage] = whole * input_share, whole * (1.0 - input_share)
@@ -83,16 +76,17 @@ def _fields(recording: Recording, input_share: float) -> dict[str, Any]:
         found["hidden"] = _hidden(recording, found)
     found["overhead"] = _overhead(recording)
     calls = _collectives(recording)
-    found["COLLECTIVE"] = [mean(calls[stage]) if calls[stage] else 0.0 for stage in range(plan.num_stages)]
+    found["COLLECTIVE"] = [_mean(calls[stage]) for stage in stages]
     hops = _hops(recording, found["overhead"])
-    everywhere = [seconds for each in hops.values() for seconds in each]
-    usual = max(0.0, mean(everywhere)) if everywhere else 0.0
-    found["latency"] = {
-        edge: max(0.0, mean(hops[edge])) if hops[edge] else usual for edge in plan.graph.stage_edges
-    } or 0.0
-    if all(grown[stage] for stage in range(plan.num_stages)):
-        found["activation"] = [max(0.0, float(median(grown[stage]))) for stage in range(plan.num_stages)]
+    usual = [seconds for each in hops.values() for seconds in each]
+    found["latency"] = {edge: max(0.0, _mean(hops[edge] or usual)) for edge in plan.graph.stage_edges} or 0.0
+    if all(grown[stage] for stage in stages):
+        found["activation"] = [max(0.0, float(median(grown[stage]))) for stage in stages]
     return found
+
+
+def _mean(seconds: Sequence[float]) -> float:
+    return mean(seconds) if seconds else 0.0
 
 
 def _paired(recording: Recording, track: Track) -> set[int]:
@@ -115,7 +109,7 @@ def _hidden(recording: Recording, apart: dict[str, list[float]]) -> list[float]:
             whole = max(span.end for span in spans) - min(span.start for span in spans)
             for action in pair:
                 saved[action.stage].append(sum(took) - whole)
-    return [max(0.0, mean(saved[stage])) if saved[stage] else 0.0 for stage in range(recording.plan.num_stages)]
+    return [max(0.0, _mean(saved[stage])) for stage in range(recording.plan.num_stages)]
 
 
 def _entries(recording: Recording, track: Track) -> Iterator[tuple[Action, Recorded, float | None]]:
@@ -135,7 +129,7 @@ def _overhead(recording: Recording) -> float:
         for action, entry, free in _entries(recording, track)
         if free is not None and entry.posted is not None and action.kind.is_message
     ]
-    return mean(found) if found else 0.0
+    return _mean(found)
 
 
 def _free(entry: Recorded, action: Action) -> float:

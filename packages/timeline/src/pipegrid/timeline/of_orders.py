@@ -50,21 +50,14 @@ def order_timeline(
         rows.append(f"rank {track.rank}: {track.line}")
         behind = 0.0
         for step, launch in enumerate(track.launches):
-            one = number, step
-            launched = played.orders.ranks[track.rank][launch]
-            kind = _kind(launched)
+            one, launched = (number, step), played.orders.ranks[track.rank][launch]
             start, end = starts.get(one, last + behind), ends.get(one, last + behind + _MESSAGE)
-            if one not in ends:
-                kind = BEHIND if behind else STUCK
-                behind += _MESSAGE
+            kind = _kind(launched) if one in ends else BEHIND if behind else STUCK
+            behind += 0.0 if one in ends else _MESSAGE
             places[one] = len(spans)
             spans.append(Span(row, start, end, kind, label=launched.text))
-    flows = [
-        Flow(places[wait.position, wait.step], places[setter.position, setter.step])
-        for cycle in played.cycles
-        for wait, setter in cycle
-        if {(wait.position, wait.step), (setter.position, setter.step)} <= places.keys()
-    ]
+    waits = [[(one.position, one.step) for one in pair] for cycle in played.cycles for pair in cycle]
+    flows = [Flow(places[one], places[other]) for one, other in waits if {one, other} <= places.keys()]
     return Timeline(rows, spans, flows, title=title or f"under {model.name}")
 
 
@@ -109,9 +102,7 @@ def _times(tracks: Sequence[Track]) -> tuple[dict[_Step, float], dict[_Step, flo
 
 def _kind(launch: Launch) -> str:
     """The kind of a compute that is an action; what else a launch is, in a word."""
-    if not launch.is_compute:
-        return "message"
     try:
-        return parse_action(launch.text).kind.name
+        return parse_action(launch.text).kind.name if launch.is_compute else "message"
     except PlanError:
         return "compute"

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pipegrid.timeline.timeline import Span, Timeline, as_panels
+from pipegrid.timeline.timeline import Timeline, as_panels
 
 Event = dict[str, Any]
 
@@ -18,10 +18,6 @@ MICROSECONDS = 1e6  # of a second
 UNIT = 1e3  # microseconds that a unit of cost is shown as, where a timeline has no unit
 NANOSECONDS = 1000  # of a microsecond; the resolution of a trace
 TRACKS_PER_ROW = 64  # thread ids that a row may take: its work, then its transfers
-
-
-def _factor(unit: str) -> float:
-    return MICROSECONDS if unit == "s" else UNIT
 
 
 class _Slice(NamedTuple):
@@ -34,11 +30,6 @@ class _Slice(NamedTuple):
     """Whether it goes beside the row's work: a transfer, or what takes no time and so would cover the next."""
 
 
-def _slice(index: int, span: Span, zero: float, factor: float) -> _Slice:
-    start, end = (round((time - zero) * factor * NANOSECONDS) for time in (span.start, span.end))
-    return _Slice(start, max(end, start + 1), index, beside=span.is_transfer or start == end)
-
-
 def _tracks(slices: Iterable[_Slice]) -> dict[int, int]:
     """Span index -> track: 0 for work; transfers overlap, so each takes the first of 1, 2, ... that is free.
 
@@ -48,73 +39,49 @@ def _tracks(slices: Iterable[_Slice]) -> dict[int, int]:
     free_at = [0]
     track_of: dict[int, int] = {}
     for drawn in sorted(slices):
-        first = int(drawn.beside)
-        track = next(
-            (t for t in range(first, len(free_at)) if free_at[t] <= drawn.start),
-            max(len(free_at), first),
-        )
-        track = min(track, TRACKS_PER_ROW - 1)
-        while len(free_at) <= track:
-            free_at.append(0)
+        free = (t for t in range(int(drawn.beside), len(free_at)) if free_at[t] <= drawn.start)
+        track = min(next(free, len(free_at)), TRACKS_PER_ROW - 1)
+        free_at += [0] * (track + 1 - len(free_at))
         free_at[track] = max(free_at[track], drawn.end)
         track_of[drawn.number] = track
     return track_of
 
 
 def _process(timeline: Timeline, pid: int, first_flow: int) -> Iterator[Event]:
-    factor, zero = _factor(timeline.unit), timeline.start
+    factor = MICROSECONDS if timeline.unit == "s" else UNIT
 
     def at(time: float) -> float:
-        return (time - zero) * factor
+        return (time - timeline.start) * factor
 
     name = timeline.title or f"timeline {pid}"
     yield {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": name}}
     yield {"ph": "M", "name": "process_sort_index", "pid": pid, "args": {"sort_index": pid}}
     tid_of: dict[int, int] = {}
-    slices = [_slice(index, span, zero, factor) for index, span in enumerate(timeline.spans)]
+    slices: list[_Slice] = []
     rows: list[list[_Slice]] = [[] for _ in timeline.rows]
-    for drawn, span in zip(slices, timeline.spans, strict=True):
-        rows[span.row].append(drawn)
+    for index, span in enumerate(timeline.spans):
+        start, end = round(at(span.start) * NANOSECONDS), round(at(span.end) * NANOSECONDS)
+        slices.append(_Slice(start, max(end, start + 1), index, beside=span.is_transfer or start == end))
+        rows[span.row].append(slices[-1])
     for row, title in enumerate(timeline.rows):
         tracks = _tracks(rows[row])
         for track in sorted({0, *tracks.values()}):
             tid = row * TRACKS_PER_ROW + track
             label = title if track == 0 else f"{title}, beside it {track}"
             yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": label}}
-            yield {
-                "ph": "M",
-                "name": "thread_sort_index",
-                "pid": pid,
-                "tid": tid,
-                "args": {"sort_index": tid},
-            }
+            yield {"ph": "M", "name": "thread_sort_index", "pid": pid, "tid": tid, "args": {"sort_index": tid}}
         for index, track in tracks.items():
             tid_of[index] = row * TRACKS_PER_ROW + track
     for (start, end, index, _), span in zip(slices, timeline.spans, strict=True):
-        yield {
-            "ph": "X",
-            "name": span.name,
-            "cat": span.kind,
-            "pid": pid,
-            "tid": tid_of[index],
-            "ts": start / NANOSECONDS,
-            "dur": (end - start) / NANOSECONDS,
-            "args": {"kind": span.kind, "stage": span.stage, "microbatch": span.microbatch}
-            | ({} if span.slice is None else {"slice": span.slice})
-            | ({} if span.home is None else {"home": span.home}),
-        }
+        where = {"pid": pid, "tid": tid_of[index], "ts": start / NANOSECONDS, "dur": (end - start) / NANOSECONDS}
+        own = {"kind": span.kind, "stage": span.stage, "microbatch": span.microbatch}
+        own |= {name: at for name, at in (("slice", span.slice), ("home", span.home)) if at is not None}
+        yield {"ph": "X", "name": span.name, "cat": span.kind, **where, "args": own}
     for number, flow in enumerate(timeline.flows, first_flow):
         for phase, index in (("s", flow.source), ("f", flow.destination)):
-            yield {
-                "ph": phase,
-                "bp": "e",  # bind to the slice around it, not to the next one
-                "id": number,
-                "name": "transfer",
-                "cat": "transfer",
-                "pid": pid,
-                "tid": tid_of[index],
-                "ts": slices[index].start / NANOSECONDS,
-            }
+            where = {"pid": pid, "tid": tid_of[index], "ts": slices[index].start / NANOSECONDS}
+            # Bound ("bp") to the slice around it, not to the next one.
+            yield {"ph": phase, "bp": "e", "id": number, "name": "transfer", "cat": "transfer", **where}
     for counter in timeline.counters:
         title = f"{counter.name}, {timeline.rows[counter.row]}"
         for time, value in counter.points:

@@ -1,15 +1,16 @@
-"""Recordings: when each action of a plan started and ended on each rank."""
+"""Recordings: when each action of a plan started and ended on each rank; and their JSON."""
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable
-from typing import Annotated, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
-from attrs import field, frozen
+from attrs import astuple, field, frozen
 
-from pipegrid.core.fields import Index, Name, Rule, checked_fields, integer, number
-from pipegrid.plans.plan import Plan, require_plan
+from pipegrid.core.fields import Index, Name, Rule, checked_fields, integer, number, shown
+from pipegrid.plans.plan import Plan, from_json, load_json, require_plan, to_json
 
 
 class TimelineError(ValueError):
@@ -116,10 +117,58 @@ class Recording:
         require_plan(self.plan, error=TimelineError)
         count = [sum(1 for _ in self.plan.actions(p)) for p in range(self.plan.num_positions)]
         for track in self.tracks:
+            last, what = max((entry.index for entry in track.actions), default=-1), f"rank {track.rank} recorded"
             if track.position >= len(count):
-                what = f"rank {track.rank} recorded position {track.position}"
-                raise TimelineError(f"{what}; the plan has positions 0..{len(count) - 1}")
-            last = max((entry.index for entry in track.actions), default=-1)
+                rule = f"the plan has positions 0..{len(count) - 1}"
+                raise TimelineError(f"{what} position {track.position}; {rule}")
             if last >= count[track.position]:
-                what = f"rank {track.rank} recorded action {last} of position {track.position}"
-                raise TimelineError(f"{what}, which has {count[track.position]}, numbered from 0")
+                rule = f"which has {count[track.position]}, numbered from 0"
+                raise TimelineError(f"{what} action {last} of position {track.position}, {rule}")
+
+
+def recording_to_json(recording: Recording) -> str:
+    """``recording`` as a JSON object: ``plan`` as by `to_json`, and ``tracks``, a line for each.
+
+    An action is ``[index, start, end, posted, memory]``, an aside ``[name, start, end]``; seconds and bytes.
+
+    Examples:
+        >>> from pipegrid.plans import gpipe
+        >>> recording = Recording(gpipe(1, 1), [Track(0, 0, [Recorded(0, 0.0, 1.0)])])
+        >>> recording_from_json(recording_to_json(recording)) == recording
+        True
+    """
+    rows = []
+    for track in recording.tracks:
+        actions, asides = list(map(astuple, track.actions)), list(map(astuple, track.asides))
+        rows.append({"rank": track.rank, "position": track.position, "actions": actions, "asides": asides})
+    tracks = map(json.dumps, rows)
+    return f'{{"plan": {to_json(recording.plan).strip()},\n"tracks": [\n' + ",\n".join(tracks) + "\n]}\n"
+
+
+def recording_from_json(text: str) -> Recording:
+    """Read a recording from the JSON of `recording_to_json`.
+
+    Raises:
+        PlanSyntaxError: text that is not JSON.
+        PlanError: a plan that is wrong, by the path in it.
+        TimelineError: a track that is wrong, by its path.
+
+    Examples:
+        >>> from pipegrid.plans import gpipe
+        >>> text = recording_to_json(Recording(gpipe(1, 1), [Track(0, 0, [Recorded(0, 0.0, 1.0)])]))
+        >>> recording_from_json(text).tracks[0].actions[0].end
+        1.0
+    """
+    data = load_json(text)
+    if not isinstance(data, dict) or set(data) != {"plan", "tracks"} or not isinstance(data["tracks"], list):
+        raise TimelineError(f"the document is {shown(data)}; it must be an object with 'plan' and 'tracks', a list")
+    plan = from_json(json.dumps(data["plan"]))
+    return Recording(plan, [_track(track, f"tracks[{index}]") for index, track in enumerate(data["tracks"])])
+
+
+def _track(data: Any, path: str) -> Track:
+    try:
+        actions, asides = [Recorded(*one) for one in data["actions"]], [Aside(*one) for one in data["asides"]]
+        return Track(data["rank"], data["position"], actions, asides)
+    except (TypeError, KeyError, TimelineError) as error:
+        raise TimelineError(f"{path} is {shown(data)}, and no track of a recording: {error}") from None

@@ -68,7 +68,8 @@ def position_name(plan: Plan, position: int) -> str:
     if len(plan.graph.modules) == 1:
         held = f"stage{'s' if len(stages) > 1 else ''} {', '.join(map(str, stages))}"
     else:
-        held = ", ".join(_stage_name(plan, stage) for stage in stages)
+        named = map(plan.graph.module_of, stages)
+        held = ", ".join(name if plan.graph.depth(name) == 1 else f"{name}.{index}" for name, index in named)
     if plan.num_replicas > 1:
         held = f"{held if stages else 'nothing'}, replica {position // plan.positions_each}"
     elif not stages:
@@ -76,20 +77,13 @@ def position_name(plan: Plan, position: int) -> str:
     return f"{held} (position {position})"
 
 
-def _stage_name(plan: Plan, stage: int) -> str:
-    module, index = plan.graph.module_of(stage)
-    return module if plan.graph.depth(module) == 1 else f"{module}.{index}"
-
-
 def _title(plan: Plan) -> str:
-    positions, microbatches = plan.num_positions, plan.num_microbatches
+    count, microbatches = plan.num_positions, plan.num_microbatches
     if plan.num_replicas > 1:
         return f"{plan.num_replicas} replicas of {plan.positions_each} positions, {microbatches} units"
     slices = f" of {plan.num_slices} slices" if plan.num_slices > 1 else ""
-    return (
-        f"{positions} position{'s' if positions > 1 else ''}, "
-        f"{microbatches} microbatch{'es' if microbatches > 1 else ''}{slices}"
-    )
+    positions = f"{count} position{'s' if count > 1 else ''}"
+    return f"{positions}, {microbatches} microbatch{'es' if microbatches > 1 else ''}{slices}"
 
 
 def _replicas(plan: Plan, positions: Iterable[int]) -> list[int]:
@@ -103,40 +97,34 @@ def _span(
     """The span of an action; a unit by its microbatch, and by its home where that is another replica."""
     microbatch, home = action.microbatch, None
     if plan.routes is not None and microbatch is not None:
-        home = plan.routes.home(microbatch)
-        microbatch = plan.routes.microbatch(microbatch)
-    own = position // plan.positions_each
-    kind, home = action.kind.value, None if home == own else home
+        home, microbatch = plan.routes.home(microbatch), plan.routes.microbatch(microbatch)
+    kind, home = action.kind.value, None if home == position // plan.positions_each else home
     return Span(row, start, end, kind, action.stage, microbatch, slice=action.slice, memory=memory, home=home)
 
 
 def _of_simulation(simulation: Simulation, unit: str) -> Timeline:
     plan = simulation.plan
     spans: list[Span] = []
-    where: list[list[tuple[int, Action]]] = []
+    where: list[list[tuple[int, Action]]] = [[] for _ in simulation.start]
     for position, (starts, ends) in enumerate(zip(simulation.start, simulation.end, strict=True)):
-        where.append([])
         for start, end, action in zip(starts, ends, plan.actions(position), strict=True):
-            where[-1].append((len(spans), action))
+            where[position].append((len(spans), action))
             spans.append(_span(plan, position, position, start, end, action))
     bubbles, peaks = simulation.bubbles(), simulation.peaks()
     held = LIVE if simulation.costs.activation is None else ACTIVATIONS
+    positions = range(plan.num_positions)
+    counters = [Counter(position, held, simulation.live(position)) for position in positions]
+    gathered = ((position, simulation.gathered(position)) for position in positions)
+    counters += [Counter(position, GATHERED, points) for position, points in gathered if any(dict(points).values())]
     return Timeline(
-        rows=[position_name(plan, position) for position in range(plan.num_positions)],
+        rows=[position_name(plan, position) for position in positions],
         spans=spans,
         flows=_flows(plan, list(enumerate(where)), simulation.costs),
-        counters=[
-            *(Counter(p, held, simulation.live(p)) for p in range(plan.num_positions)),
-            *(
-                Counter(p, GATHERED, points)
-                for p in range(plan.num_positions)
-                if any(dict(points := simulation.gathered(p)).values())
-            ),
-        ],
+        counters=counters,
         notes=[f"bubble {100 * bubble:.1f}%, peak {amount(peak)}" for bubble, peak in zip(bubbles, peaks, strict=True)],
         title=_title(plan),
         unit=unit,
-        replicas=_replicas(plan, range(plan.num_positions)),
+        replicas=_replicas(plan, positions),
     )
 
 
@@ -153,16 +141,14 @@ def _of_recording(recording: Recording) -> Timeline:
             spans.append(_span(plan, track.position, row, entry.start, entry.end, action, entry.memory))
         where.append((track.position, found))
         spans += [Span(row, aside.start, aside.end, aside.name, label=aside.name) for aside in track.asides]
+    ranks = [(track.rank, track.position) for track in recording.tracks]
     drawn = Timeline(
-        rows=[
-            position_name(plan, track.position).replace(f"position {track.position}", f"rank {track.rank}")
-            for track in recording.tracks
-        ],
+        rows=[position_name(plan, at).replace(f"position {at}", f"rank {rank}") for rank, at in ranks],
         spans=spans,
         flows=_flows(plan, where),
         title=f"{_title(plan)}, measured",
         unit="s",
-        replicas=_replicas(plan, [track.position for track in recording.tracks]),
+        replicas=_replicas(plan, [position for _, position in ranks]),
     )
     whole = drawn.makespan
     notes = [f"bubble {100 * (1 - busy / whole):.1f}%" if whole > 0 else "" for busy in drawn.busy]
@@ -197,12 +183,10 @@ def _flows(
                 used = made
                 if not plan.has_communication:
                     made, used = flow.makers(piece, sender), flow.users(piece, receiver)
+                sides = (first, made, sender, flow.producer), (last, used, receiver, flow.consumer)
                 begins, ends = (
                     [i for kind in kinds for one in pieces for i in spans.get((place, kind, stage, edge, one), ())]
-                    for kinds, pieces, place, stage in (
-                        (first, made, sender, flow.producer),
-                        (last, used, receiver, flow.consumer),
-                    )
+                    for kinds, pieces, place, stage in sides
                 )
                 size = messages.get(flow.edge, 0.0) * shares[piece % len(shares)] or None
                 flows += [Flow(begins[k % len(begins)], index, size) for k, index in enumerate(ends) if begins]

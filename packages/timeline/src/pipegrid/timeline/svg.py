@@ -10,7 +10,7 @@ from xml.sax.saxutils import escape, quoteattr
 from pipegrid.core.fields import Seconds, checked_arguments
 from pipegrid.timeline.kinds import COLOURS, HATCHED, MEANING, OTHER, ink_on, tint
 from pipegrid.timeline.recording import TimelineError
-from pipegrid.timeline.timeline import Counter, Span, Timeline, amount, as_panels, summary, time_text
+from pipegrid.timeline.timeline import Counter, Span, Timeline, amount, as_panels, stage_place, summary, time_text
 
 ROW = 28  # heights and widths in SVG units (pixels at 100%)
 GAP = 6
@@ -51,15 +51,13 @@ def _n(value: float) -> str:
     return f"{value:.2f}".rstrip("0").rstrip(".")
 
 
-def _ticks(start: float, end: float, at_most: int) -> list[float]:
-    """Round numbers between ``start`` and ``end``, 1, 2 or 5 times a power of ten apart."""
-    length = end - start
+def _ticks(length: float, at_most: int) -> list[float]:
+    """Round numbers from 0 to ``length``, 1, 2 or 5 times a power of ten apart."""
     if length <= 0:
-        return [start]
+        return [0.0]
     step = 10.0 ** math.floor(math.log10(length / at_most))
     step = next(step * factor for factor in (1, 2, 5, 10) if length / (step * factor) <= at_most)
-    first = math.ceil(start / step - 1e-9)
-    return [index * step for index in range(first, math.floor(end / step + 1e-9) + 1)]
+    return [index * step for index in range(math.floor(length / step + 1e-9) + 1)]
 
 
 def _text(css: str, x: float, y: float, text: str, more: str = "") -> str:
@@ -73,12 +71,8 @@ class _Panel:
     """One timeline laid out: where its rows are, and how time maps to x."""
 
     def __init__(self, timeline: Timeline, *, left: float, scale: float, top: float) -> None:
-        self.timeline = timeline
-        self.left = left
-        self.scale = scale
-        self.has_title = bool(timeline.title)
-        self.rows_top = top + (20 if self.has_title else 0) + 20
-        self.top = top
+        self.timeline, self.left, self.scale, self.top = timeline, left, scale, top
+        self.rows_top = top + (20 if timeline.title else 0) + 20
         drawn = [span for span in timeline.spans if span.is_transfer and span.duration * scale > 0.5]
         self.strip = STRIP + 1 if drawn else 0
         self.memory = MEMORY if timeline.counters else 0
@@ -93,15 +87,10 @@ class _Panel:
     def y(self, row: int) -> float:
         return self.rows_top + row * self.pitch
 
-    def shade(self, span: Span) -> float:
-        """The share of white: 0 for the first stage of the row, up to 0.6 for the last of many."""
-        stages = self.timeline.stages[span.row]
-        if span.stage not in stages or self.most_stages < 2 or span.kind in HATCHED:
-            return 0.0
-        return 0.6 * stages.index(span.stage) / (self.most_stages - 1)
-
     def colour(self, span: Span) -> str:
-        return tint(COLOURS.get(span.kind, OTHER), self.shade(span))
+        """Of its kind, with a share of white: 0 for the first stage of the row, up to 0.6 for the last of many."""
+        share = 0.6 * stage_place(self.timeline, span) / max(1, self.most_stages - 1)
+        return tint(COLOURS.get(span.kind, OTHER), 0.0 if span.kind in HATCHED else share)
 
     def middle(self, span: Span) -> tuple[float, float]:
         """The end point of an arrow to or from ``span``."""
@@ -109,7 +98,9 @@ class _Panel:
         return self.x(span.start if span.is_transfer else span.end), self.y(span.row) + inset
 
     def parts(self, *, arrows: bool) -> Iterator[str]:
-        yield from self._heading()
+        if self.timeline.title:
+            yield _text("ink title", PAD, self.top + 13, self.timeline.title)
+        yield _text("soft", PAD, self.rows_top - 10, summary(self.timeline))
         yield from self._grid()
         for row, name in enumerate(self.timeline.rows):
             yield from self._row_background(row, name)
@@ -122,20 +113,12 @@ class _Panel:
         if arrows:
             yield from self._arrows()
 
-    def _heading(self) -> Iterator[str]:
-        if self.has_title:
-            yield _text("ink title", PAD, self.top + 13, self.timeline.title)
-        yield _text("soft", PAD, self.rows_top - 10, summary(self.timeline))
-
     def _grid(self) -> Iterator[str]:
-        timeline = self.timeline
-        width = timeline.makespan * self.scale
-        base = self.bottom - GAP / 2
-        for tick in _ticks(0.0, timeline.makespan, max(2, int(width / 70))):
+        length, base = self.timeline.makespan, self.bottom - GAP / 2
+        for tick in _ticks(length, max(2, int(length * self.scale / 70))):
             x = self.left + tick * self.scale
             yield f'<path class="grid" d="M{_n(x)} {_n(self.rows_top - 3)}V{_n(base + 4)}"/>'
-            text = time_text(tick, timeline.unit, like=timeline.makespan)
-            yield _text("soft", x, base + 17, text, MIDDLE)
+            yield _text("soft", x, base + 17, time_text(tick, self.timeline.unit, like=length), MIDDLE)
 
     def _row_background(self, row: int, name: str) -> Iterator[str]:
         y = self.y(row)
@@ -157,16 +140,12 @@ class _Panel:
         fill = self.colour(span)
         x, drawn = _n(self.x(span.start) + gap / 2), _n(max(width - gap, 0.2))
         place = f'x="{x}" y="{_n(y)}" width="{drawn}" height="{_n(height)}"'
-        rect = f'<rect fill="{fill}" {place}'
+        closing = "/>"
         if tip:
-            unit, zero = self.timeline.unit, self.timeline.start
-            text = (
-                f"{span.name}: {time_text(span.start - zero, unit)} to {time_text(span.end - zero, unit)} "
-                f"({time_text(span.duration, unit)})"
-            )
-            yield f"{rect}><title>{escape(text)}</title></rect>"
-        else:
-            yield f"{rect}/>"
+            zero, unit = self.timeline.start, self.timeline.unit
+            start, end, took = (time_text(t, unit) for t in (span.start - zero, span.end - zero, span.duration))
+            closing = f"><title>{escape(f'{span.name}: {start} to {end} ({took})')}</title></rect>"
+        yield f'<rect fill="{fill}" {place}{closing}'
         if span.kind in HATCHED:
             yield f'<rect fill="url(#hatch)" {place} pointer-events="none"/>'
         text = span.label or span.number
@@ -180,22 +159,18 @@ class _Panel:
         peak = max(c.peak for c in self.timeline.counters if c.name == counter.name)
         base = self.y(counter.row) + ROW + self.strip + self.memory - 1
         height = (self.memory - 3) / peak if peak > 0 else 0.0
-        path = [f"M{_n(self.x(self.timeline.start))} {_n(base)}"]
-        for time, value in counter.points:
-            path.append(f"H{_n(self.x(time))}V{_n(base - value * height)}")
-        path.append(f"H{_n(self.x(self.timeline.end))}V{_n(base)}Z")
-        tip = f"{counter.name}: peak {amount(counter.peak)}"
-        return f'<path class="memory" d="{"".join(path)}"><title>{escape(tip)}</title></path>'
+        steps = "".join(f"H{_n(self.x(time))}V{_n(base - value * height)}" for time, value in counter.points)
+        start, end = (f"{_n(self.x(time))}" for time in (self.timeline.start, self.timeline.end))
+        tip = escape(f"{counter.name}: peak {amount(counter.peak)}")
+        return f'<path class="memory" d="M{start} {_n(base)}{steps}H{end}V{_n(base)}Z"><title>{tip}</title></path>'
 
     def _arrows(self) -> Iterator[str]:
         spans = self.timeline.spans
         for flow in self.timeline.flows:
             source, destination = spans[flow.source], spans[flow.destination]
-            x, y = self.middle(source)
+            (x, y), (_, to_y) = self.middle(source), self.middle(destination)
             to_x = self.x(destination.end if destination.is_transfer else destination.start)
-            _, to_y = self.middle(destination)
-            line = f"M{_n(x)} {_n(y)}L{_n(to_x)} {_n(to_y)}"
-            yield f'<path class="flow" marker-end="url(#head)" d="{line}"/>'
+            yield f'<path class="flow" marker-end="url(#head)" d="M{_n(x)} {_n(y)}L{_n(to_x)} {_n(to_y)}"/>'
 
 
 def _legend(panels: Sequence[_Panel], y: float, width: float) -> tuple[list[str], float]:
@@ -203,11 +178,8 @@ def _legend(panels: Sequence[_Panel], y: float, width: float) -> tuple[list[str]
     spans = [span for panel in panels for span in panel.timeline.spans]
     kinds = {span.kind for span in spans if not span.is_transfer}
     if any(panel.strip for panel in panels):
-        kinds |= {
-            span.kind
-            for span in spans
-            if span.kind in ("RECV_F", "RECV_B", "UNSHARD", "REDUCE_GRAD", "OFFLOAD", "RELOAD")
-        }
+        drawn = {"RECV_F", "RECV_B", "UNSHARD", "REDUCE_GRAD", "OFFLOAD", "RELOAD"}
+        kinds |= drawn & {span.kind for span in spans}
     known = [kind for kind in COLOURS if kind in kinds]
     entries = [(f'fill="{COLOURS[kind]}"', MEANING[kind]) for kind in known]
     entries += [(f'fill="{OTHER}"', kind) for kind in sorted(kinds - set(known))]
@@ -248,8 +220,7 @@ def _scale(panels: Sequence[Timeline], width: float | None) -> list[float]:
         for panel in panels:
             work = sorted(span.duration for span in panel.spans if span.is_compute and span.duration > 0)
             if work:
-                typical_short = work[len(work) // 10]
-                width = max(width, READABLE * lengths[panel.unit] / typical_short)
+                width = max(width, READABLE * lengths[panel.unit] / work[len(work) // 10])  # of the typical short ones
         width = min(width, WIDEST)
     return [width / lengths[panel.unit] if lengths[panel.unit] > 0 else 1.0 for panel in panels]
 
@@ -295,11 +266,7 @@ def svg(timeline: Timeline | Sequence[Timeline], *, width: Seconds | None = None
 
 
 def write_svg(
-    timeline: Timeline | Sequence[Timeline],
-    path: str | Path,
-    *,
-    width: float | None = None,
-    arrows: bool = False,
+    timeline: Timeline | Sequence[Timeline], path: str | Path, *, width: float | None = None, arrows: bool = False
 ) -> None:
     """Write `svg` of ``timeline`` to ``path``.
 

@@ -14,17 +14,7 @@ from typing import Annotated, Any, TypeAlias
 
 from attrs import evolve, field, frozen
 
-from pipegrid.core.fields import (
-    Amount,
-    Index,
-    Name,
-    Rule,
-    Seconds,
-    checked,
-    checked_arguments,
-    checked_fields,
-    shown,
-)
+from pipegrid.core.fields import Amount, Index, Name, Rule, Seconds, checked, checked_arguments, checked_fields, shown
 from pipegrid.timeline.kinds import BEHIND, COMPUTE_KINDS, STUCK, TRANSFER_KINDS
 from pipegrid.timeline.recording import Time, TimelineError
 
@@ -183,18 +173,16 @@ class Timeline:
 
     def __attrs_post_init__(self) -> None:
         count = len(self.rows)
-        placed = [(span.name, span.row) for span in self.spans]
-        placed += [(counter.name, counter.row) for counter in self.counters]
-        for name, row in placed:
-            if row >= count:
-                raise TimelineError(f"{name!r} is on row {row}; the timeline has {count} rows, numbered from 0")
+        placed: list[Span | Counter] = [*self.spans, *self.counters]
+        for one in placed:
+            if one.row >= count:
+                raise TimelineError(f"{one.name!r} is on row {one.row}; the timeline has {count} rows, numbered from 0")
         ends = [end for flow in self.flows for end in (flow.source, flow.destination)]
         if max(ends, default=-1) >= len(self.spans):
             raise TimelineError(f"a flow names span {max(ends)}; the timeline has {len(self.spans)} spans, from 0")
-        if len(self.notes) not in (0, count):
-            raise TimelineError(f"there are {len(self.notes)} notes for {count} rows; give one for each, or none")
-        if len(self.replicas) not in (0, count):
-            raise TimelineError(f"there are {len(self.replicas)} replicas for {count} rows; give one for each, or none")
+        for what, given in (("notes", self.notes), ("replicas", self.replicas)):
+            if len(given) not in (0, count):
+                raise TimelineError(f"there are {len(given)} {what} for {count} rows; give one for each, or none")
 
     @cached_property
     def start(self) -> float:
@@ -275,20 +263,19 @@ def scaled(timeline: Timeline, factor: Seconds, *, unit: str) -> Timeline:
         >>> scaled(timeline(gpipe(2, 2)), 0.010, unit="s").makespan
         0.09
     """
-    zero = timeline.start
 
     def at(time: float) -> float:
-        return (time - zero) * factor
+        return (time - timeline.start) * factor
 
-    def moved(counter: Counter) -> Counter:
-        return evolve(counter, points=tuple((at(time), value) for time, value in counter.points))
+    counters = [evolve(one, points=[(at(time), value) for time, value in one.points]) for one in timeline.counters]
+    spans = [evolve(span, start=at(span.start), end=at(span.end)) for span in timeline.spans]
+    return evolve(timeline, unit=unit, spans=spans, counters=counters)
 
-    return evolve(
-        timeline,
-        unit=unit,
-        spans=tuple(evolve(span, start=at(span.start), end=at(span.end)) for span in timeline.spans),
-        counters=tuple(moved(counter) for counter in timeline.counters),
-    )
+
+def stage_place(timeline: Timeline, span: Span) -> int:
+    """The place of the span's stage among those that work on its row, from 0; 0 if it is none of them."""
+    stages = timeline.stages[span.row]
+    return stages.index(span.stage) if span.stage in stages else 0
 
 
 def as_panels(timeline: Timeline | Sequence[Timeline]) -> tuple[Timeline, ...]:
@@ -340,10 +327,7 @@ def summary(timeline: Timeline) -> str:
     stuck = sum(span.kind in (STUCK, BEHIND) for span in timeline.spans)
     if stuck:
         return f"stuck: {stuck} of {len(timeline.spans)} never end"
-    parts = [
-        f"makespan {time_text(timeline.makespan, timeline.unit)}",
-        f"bubble {100 * timeline.bubble:.1f}%",
-    ]
+    parts = [f"makespan {time_text(timeline.makespan, timeline.unit)}", f"bubble {100 * timeline.bubble:.1f}%"]
     if timeline.counters:
         name = timeline.counters[0].name
         peak = max(counter.peak for counter in timeline.counters if counter.name == name)

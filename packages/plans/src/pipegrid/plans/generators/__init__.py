@@ -1,7 +1,5 @@
 """The named schedules: pure functions from a shape to a plan of computes, each with its source."""
 
-from __future__ import annotations
-
 from pipegrid.plans.generators.controllable_memory import v_half, v_min
 from pipegrid.plans.generators.looped import forward_only, interleaved_1f1b, interleaved_zero_bubble, looped_bfs
 from pipegrid.plans.generators.module_graphs import (
@@ -12,14 +10,13 @@ from pipegrid.plans.generators.module_graphs import (
     schedule_for,
     stage_places,
 )
-from pipegrid.plans.generators.one_stage import gpipe, one_f_one_b
+from pipegrid.plans.generators.one_stage import gpipe, one_f_one_b, zero_bubble_h1, zero_bubble_h2
 from pipegrid.plans.generators.registry import SCHEDULES, Schedule, find_schedule, require_slices
 from pipegrid.plans.generators.routed import routed
 from pipegrid.plans.generators.sliced import seq1f1b, seq1f1b_interleaved, seq1f1b_zero_bubble
 from pipegrid.plans.generators.shapes import looped_placement, v_placement
 from pipegrid.plans.generators.u_shaped import UShapeCounts, u_shape, u_shape_counts
 from pipegrid.plans.generators.v_shaped import dualpipe_v, zero_bubble_v
-from pipegrid.plans.generators.zero_bubble import zero_bubble_h1, zero_bubble_h2
 
 __all__ = [
     "ANY_GRAPH", "SCHEDULES", "Schedule", "UShapeCounts", "dualpipe_v", "find_schedule", "fitting_schedules",

@@ -11,7 +11,8 @@ and 4 (V-Min, V-Half, V-ZB; appendix on squeezing and on placing ``W``).
 
 from __future__ import annotations
 
-from attrs import frozen
+from collections.abc import Sequence
+from itertools import accumulate
 
 from pipegrid.core.fields import Count, checked_arguments
 from pipegrid.plans.errors import PlanError
@@ -37,12 +38,13 @@ def v_half(num_positions: Count, num_microbatches: Count) -> Plan:
         [4.0, 3.0, 2.0]
     """
     if num_positions % 2:
-        block = _Block(((1, 1), (1, 2), (1, 1), (1, 2)), (1, 1, 1), ahead=num_positions)
+        hops, turns = ((1, 1), (1, 2), (1, 1), (1, 2)), (1, 1, 1)
     elif num_positions == 2:
-        block = _Block(((1, 1), (2, 2), (1, 1), (2, 2)), (2, 0, 3), ahead=num_positions)
+        hops, turns = ((1, 1), (2, 2), (1, 1), (2, 2)), (2, 0, 3)
     else:
-        block = _Block(((1, 1), (1, 2), (2, 1), (1, 2)), (1, 3, 1), ahead=num_positions)
-    return _v_plan(num_positions, num_microbatches, block, limit=2 * ((num_positions + 2) // 2))
+        hops, turns = ((1, 1), (1, 2), (2, 1), (1, 2)), (1, 3, 1)
+    limit = 2 * ((num_positions + 2) // 2)
+    return _v_plan(num_positions, num_microbatches, hops, turns, ahead=num_positions, limit=limit)
 
 
 @checked_arguments(PlanError)
@@ -54,60 +56,46 @@ def v_min(num_positions: Count, num_microbatches: Count) -> Plan:
     of 3k, 3k+1 and 3k+2 (P = 2: 1/2), for any M of at least P. Source: see this file's heading; every hop takes one
     slot, or the first two or three, where two passes would have the same slot of a position.
     """
-    first = (2, 1, 3)[num_positions % 3]
-    block = _Block(((first, 1),) * 4, (0, 0, 0), ahead=num_positions // 3)
-    return _v_plan(num_positions, num_microbatches, block, limit=2 * ((num_positions + 4) // 3))
+    hops = (((2, 1, 3)[num_positions % 3], 1),) * 4
+    limit = 2 * ((num_positions + 4) // 3)
+    return _v_plan(num_positions, num_microbatches, hops, (0, 0, 0), ahead=num_positions // 3, limit=limit)
 
 
-@frozen
-class _Block:
-    """One microbatch's way through the V, in slots.
-
-    ``hops``: for each of the four passes, the slots of the hop between the first two positions, and of every
-    other hop. ``turns``: slots waited between one pass and the next. ``ahead``: of how many microbatches a
-    position may take a forward out of turn in its warmup.
-    """
-
-    hops: tuple[tuple[int, int], ...]
-    turns: tuple[int, int, int]
-    ahead: int
-
-    def dates(self, position: int, num_positions: int) -> tuple[int, int, int, int]:
-        """The dates of microbatch 0 on ``position``: F down, F up, I down, I up."""
-
-        def way(hop: tuple[int, int], to: int) -> int:  # slots from position 0 to position `to`, or back
-            return hop[0] + hop[1] * (to - 1) if to > 0 else 0
-
-        last = num_positions - 1
-        starts = [0]
-        for hop, turn in zip(self.hops, self.turns, strict=False):
-            starts.append(starts[-1] + way(hop, last) + 1 + turn)
-        down, up, gradient_down, gradient_up = self.hops
-        return (
-            starts[0] + way(down, position),
-            starts[1] + way(up, last) - way(up, position),
-            starts[2] + way(gradient_down, position),
-            starts[3] + way(gradient_up, last) - way(gradient_up, position),
-        )
-
-
-def _v_plan(num_positions: int, num_microbatches: int, block: _Block, *, limit: int) -> Plan:
+def _v_plan(
+    num_positions: int,
+    num_microbatches: int,
+    hops: Sequence[tuple[int, int]],
+    turns: Sequence[int],
+    *,
+    ahead: int,
+    limit: int,
+) -> Plan:
     """The block of every microbatch, squeezed where F, I and W take a slot each and at most ``limit`` chunks are live.
 
-    No deadlock: what runs out of turn has its inputs already, and leaves the memory that those before it need.
+    ``hops``: for each of the four passes, the slots of the hop between the first two positions, and of every other
+    hop. ``turns``: slots waited between one pass and the next. ``ahead``: of how many microbatches a position may take
+    a forward out of turn in its warmup. No deadlock: what runs out of turn has its inputs already, and leaves the
+    memory that those before it need.
     """
-    num_stages, placement = 2 * num_positions, v_placement(num_positions)
+
+    def way(number: int, to: int) -> int:  # slots of a pass from position 0 to position `to`, or back
+        first, other = hops[number]
+        return first + other * (to - 1) if to > 0 else 0
+
+    last, num_stages, placement = num_positions - 1, 2 * num_positions, v_placement(num_positions)
+    steps = [way(number, last) + 1 + turn for number, turn in enumerate(turns)]
+    starts = list(accumulate(steps, initial=0))
+    dates = [0] * (2 * num_stages)  # of microbatch 0, by pass: F down, F up, I down, I up
+    for position in range(num_positions):
+        passes = (position, num_stages - 1 - position, num_stages + position, 2 * num_stages - 1 - position)
+        for number, one in enumerate(passes):
+            there = way(number, position)
+            dates[one] = starts[number] + (way(number, last) - there if number % 2 else there)
     activation = (1.0,) * num_stages
     problem = Problem(chain(num_stages), as_placement(placement), num_microbatches, Costs(), activation, limit)
     network = as_network(problem)
-    dates = [0] * (2 * num_stages)
-    for position in range(num_positions):
-        down, up = position, num_stages - 1 - position
-        passes = (down, up, num_stages + down, num_stages + up)
-        for number, date in zip(passes, block.dates(position, num_positions), strict=True):
-            dates[number] = date
-    found = squeezed(network, dates, Squeeze(block.ahead, "backward", patience=0.0, careful=True))
+    found = squeezed(network, dates, Squeeze(ahead, "backward", patience=0.0, careful=True))
     assert found is not None
     computes = [one for each in network.passes for one in for_microbatches(Action(*each, 0), num_microbatches)]
     orders = [[computes[operation] for operation in order] for order in found[1]]
-    return chain_plan(orders, placement, num_microbatches)
+    return chain_plan(orders.__getitem__, num_positions, num_microbatches, placement)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections import deque
 
+from attrs import evolve
+
 from pipegrid.core.fields import Count, Index, checked_arguments
 from pipegrid.plans.errors import PlanError
 from pipegrid.plans.generators.shapes import Order, Steps, chain_plan, looped_placement
-from pipegrid.plans.plan import Action, ActionKind, Plan, backward, forward, input_backward, weight_backward
+from pipegrid.plans.plan import Action, ActionKind, Plan, backward, forward
 
 
 @checked_arguments(PlanError)
@@ -74,7 +76,7 @@ def interleaved_1f1b(
             steps += [tuple(both)] if overlap and len(both) == 2 else both
         return steps
 
-    return chain_plan(map(order, range(num_positions)), looped_placement(num_positions, stages), num_microbatches)
+    return chain_plan(order, num_positions, num_microbatches, looped_placement(num_positions, stages))
 
 
 @checked_arguments(PlanError)
@@ -117,19 +119,16 @@ def interleaved_zero_bubble(
         split: Order = []
         owed: deque[Action] = deque()
         for action in whole.actions(position):
-            assert action.microbatch is not None  # every compute has one
             if action.kind is ActionKind.F:
                 split.append(action)
                 continue
-            split.append(input_backward(action.stage, action.microbatch))
-            owed.append(weight_backward(action.stage, action.microbatch))
+            split.append(evolve(action, kind=ActionKind.I))
+            owed.append(evolve(action, kind=ActionKind.W))
             if len(owed) > (position if delayed else 0):
                 split.append(owed.popleft())
         return [*split, *owed]
 
-    return chain_plan(
-        map(order, range(num_positions)), looped_placement(num_positions, whole.num_stages), num_microbatches
-    )
+    return chain_plan(order, num_positions, num_microbatches, looped_placement(num_positions, whole.num_stages))
 
 
 @checked_arguments(PlanError)
@@ -156,7 +155,7 @@ def looped_bfs(
             backward(stage, m) for stage in reversed(own) for m in microbatches
         ]
 
-    return chain_plan(map(order, range(num_positions)), looped_placement(num_positions, stages), num_microbatches)
+    return chain_plan(order, num_positions, num_microbatches, looped_placement(num_positions, stages))
 
 
 @checked_arguments(PlanError)
@@ -179,17 +178,15 @@ def forward_only(
             for m in range(first, min(first + num_positions, num_microbatches))
         ]
 
-    placement = looped_placement(num_positions, stages)
-    return chain_plan(map(order, range(num_positions)), placement, num_microbatches, forward_only=True)
+    return chain_plan(
+        order, num_positions, num_microbatches, looped_placement(num_positions, stages), forward_only=True
+    )
 
 
 def _num_stages(num_positions: int, num_chunks: int, num_stages: int | None) -> int:
     most = num_positions * num_chunks
-    if num_stages is None:
-        return most
-    if not most - num_positions < num_stages <= most:
-        few = most - num_positions + 1
-        raise PlanError(
-            f"num_stages is {num_stages}; {num_chunks} chunks on {num_positions} positions are {few}..{most}"
-        )
-    return num_stages
+    few = most - num_positions + 1
+    if num_stages is not None and not few <= num_stages <= most:
+        what = f"{num_chunks} chunks on {num_positions} positions"
+        raise PlanError(f"num_stages is {num_stages}; {what} are {few}..{most}")
+    return most if num_stages is None else num_stages

@@ -8,7 +8,8 @@ the schedule and all its backwards after it, and holds every microbatch in betwe
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 
 from attrs import evolve
 
@@ -17,18 +18,9 @@ from pipegrid.core.graph import ModuleGraph
 from pipegrid.plans.errors import PlanError
 from pipegrid.plans.generators.registry import SCHEDULES, Schedule, find_schedule, require_slices
 from pipegrid.plans.generators.shapes import Order, looped_placement
-from pipegrid.plans.plan import (
-    Action,
-    ActionKind,
-    Plan,
-    as_placement,
-    backward,
-    compute_plan,
-    forward,
-    require_graph,
-    require_placed,
-    stages_on,
-)
+from pipegrid.plans.plan import Action, ActionKind, Plan, as_placement, compute_plan, stages_on
+from pipegrid.plans.plan.actions import backward, forward
+from pipegrid.plans.plan.plan import require_graph, require_placed
 from pipegrid.plans.simulate import Costs
 from pipegrid.plans.simulate.engine import play
 
@@ -65,11 +57,9 @@ def multi_module_1f1b(
     places = as_placement(range(graph.num_stages) if placement is None else placement)
     require_placed(places, graph)
     held = stages_on(places)
+    positions = range(max(held, default=0) + 1)
     return compute_plan(
-        [
-            _order(held.get(position, ()), graph, num_microbatches, without=without)
-            for position in range(max(held, default=0) + 1)
-        ],
+        [_order(held.get(position, ()), graph, num_microbatches, without=without) for position in positions],
         graph=graph,
         placement=places,
         num_microbatches=num_microbatches,
@@ -112,8 +102,8 @@ def fitting_schedules(num_chunks: Count) -> tuple[str, ...]:
         >>> "zero_bubble_v" in fitting_schedules(2), find_schedule("1f1b", num_chunks=2).name
         (True, 'interleaved_1f1b')
     """
-    fitting = [known for known in SCHEDULES.values() if known.trains and _fits(known, num_chunks)]
-    return tuple(known.name for known in fitting if not known.sliced)
+    training = (known for known in SCHEDULES.values() if known.trains and not known.sliced)
+    return tuple(known.name for known in training if _fits(known, num_chunks))
 
 
 def _fits(known: Schedule, num_chunks: int) -> bool:
@@ -133,10 +123,8 @@ def stage_places(name: str, num_positions: Count, num_chunks: Count | None = Non
     """
     known = find_schedule(name)
     if num_chunks is not None and not _fits(known, num_chunks):
-        raise PlanError(
-            f"{known.name} does not run {num_chunks} stages on each position; these do: "
-            f"{', '.join(fitting_schedules(num_chunks))}"
-        )
+        fitting = ", ".join(fitting_schedules(num_chunks))
+        raise PlanError(f"{known.name} does not run {num_chunks} stages on each position; these do: {fitting}")
     if known.name == ANY_GRAPH:
         return looped_placement(num_positions, num_positions * (num_chunks or 1))
     return tuple(place for (place,) in _chain(known, num_positions, 1, num_chunks).placement)
@@ -183,140 +171,103 @@ def schedule_for(
         raise PlanError(f"{known.name} runs no backward; evaluation runs the forwards of a schedule that trains")
     places = as_placement(range(graph.num_stages) if placement is None else placement)
     require_placed(places, graph)
-    around = _Around(known, graph, num_microbatches, places, frozen_stages(graph, forward_only), num_slices)
-    return around.plan()
+    frozen = frozen_stages(graph, forward_only)
+    what = f"{known.name} is a schedule of one chain, and the graph of {', '.join(graph.order)} branches"
+    branches = PlanError(f"{what}; only {ANY_GRAPH} runs such a graph")
+    if len(graph.sinks) > 1:
+        raise branches
+    if graph.stage(graph.order[-1], 0) in frozen:
+        raise PlanError(f"forward_only names {graph.order[-1]!r}, the module with the loss; a step must train it")
+    made = partial(
+        compute_plan, graph=graph, num_microbatches=num_microbatches, forward_only=frozen, num_slices=num_slices
+    )
+    orders = _main_orders(known, graph, stages_on(places), frozen, num_microbatches, num_slices)
+    of_stage: dict[int, Order] = {}
+    for stage in reversed(range(graph.num_stages)):
+        if places[stage][0] in orders:
+            of_stage[stage] = [action for action in orders[places[stage][0]] if action.stage == stage]
+            continue
+        fed = [edge.destination for edge in graph.stage_edges if edge.source == stage]
+        if len(fed) > 1:
+            raise branches
+        of_stage[stage] = _one_ahead(stage, of_stage[fed[0]], trains=stage not in frozen)
+    orders |= _merged(of_stage, orders, places, made)
+    return made([orders[position] for position in range(max(orders) + 1)], placement=places)
 
 
-class _Around:
-    """The main module's schedule on its positions, and the orders of all other stages."""
-
-    def __init__(
-        self,
-        known: Schedule,
-        graph: ModuleGraph,
-        num_microbatches: int,
-        placement: tuple[tuple[int, ...], ...],
-        frozen: frozenset[int],
-        num_slices: int,
-    ) -> None:
-        self._known, self._graph, self._count, self._placement = known, graph, num_microbatches, placement
-        self._frozen, self._num_slices = frozen, num_slices
-        if len(graph.sinks) > 1:
-            raise self._branches()
-        self._main = graph.order[-1]  # a topological order has the one sink last
-        self._first = graph.stage(self._main, 0)
-        if self._first in frozen:
-            raise PlanError(f"forward_only names {self._main!r}, the module with the loss; a step must train it")
-        self._held = stages_on(placement)
-
-    def plan(self) -> Plan:
-        orders = self._main_orders()
-        of_stage: dict[int, Order] = {}
-        for stage in reversed(range(self._graph.num_stages)):
-            position = self._placement[stage][0]
-            if position not in orders:
-                fed = [edge.destination for edge in self._graph.stage_edges if edge.source == stage]
-                if len(fed) > 1:
-                    raise self._branches()
-                of_stage[stage] = self._one_ahead(stage, of_stage[fed[0]])
-            else:
-                of_stage[stage] = [action for action in orders[position] if action.stage == stage]
-        orders |= self._merged(of_stage, orders)
-        return self._plan_of([orders[position] for position in range(max(orders) + 1)], self._placement)
-
-    def _plan_of(self, orders: Sequence[Iterable[Action]], placement: Iterable[Iterable[int]]) -> Plan:
-        return compute_plan(
-            orders,
-            graph=self._graph,
-            placement=placement,
-            num_microbatches=self._count,
-            forward_only=self._frozen,
-            num_slices=self._num_slices,
+def _main_orders(
+    known: Schedule,
+    graph: ModuleGraph,
+    held: Mapping[int, Sequence[int]],
+    frozen: frozenset[int],
+    num_microbatches: int,
+    num_slices: int,
+) -> dict[int, Order]:
+    """The orders of the positions with stages of the main module, which has the one sink and so comes last."""
+    name, module, microbatches = known.name, graph.order[-1], range(num_microbatches)
+    first, depth = graph.stage(module, 0), graph.depth(module)
+    stages_of = {position: tuple(stage - first for stage in own if stage >= first) for position, own in held.items()}
+    main = {position: stages for position, stages in stages_of.items() if stages}
+    chunks, rest = divmod(depth - (name == U_SHAPE), len(main))
+    if rest or not chunks:
+        raise PlanError(f"{name} does not run the {depth} stages of {module!r} on {len(main)} positions")
+    needed = list(stage_places(name, len(main), chunks))
+    schedule = _chain(known, len(main), num_microbatches, chunks, num_slices)
+    if set(schedule.stages_at) != set(main.values()):
+        raise PlanError(
+            f"{name} needs the stages of {module!r} on the pp ranks {needed}, and positions hold "
+            f"{sorted(main.values())} of them; make the communicator with "
+            f"stage_placement={{{module!r}: stage_places({name!r}, {len(main)}, {chunks})}}"
         )
+    orders = {}
+    for position, stages in main.items():
+        encoders = [stage for stage in held[position] if stage < first]
+        trained = [stage for stage in reversed(encoders) if stage not in frozen]
+        actions = schedule.actions(schedule.stages_at.index(stages))
+        orders[position] = [forward(stage, m) for m in microbatches for stage in encoders]
+        orders[position] += [evolve(action, stage=action.stage + first) for action in actions]
+        orders[position] += [backward(stage, m) for m in microbatches for stage in trained]
+    return orders
 
-    def _merged(self, of_stage: Mapping[int, Order], orders: Mapping[int, Order]) -> dict[int, Order]:
-        """The orders of the positions without a stage of the main module, each out of those of its stages.
 
-        They are merged by the dates of a simulation in which each of these stages has a position of its own. All that a
-        compute waits for has an earlier date, so no position waits in a cycle. Of equal dates that nearest to the loss
-        is first, whose result others wait for.
-        """
-        beside = {position: stages for position, stages in self._held.items() if position not in orders}
-        if all(len(stages) == 1 for stages in beside.values()):
-            return {position: of_stage[stages[0]] for position, stages in beside.items()}
-        rows, placement = [*orders.values()], [*self._placement]
-        number = {position: row for row, position in enumerate(orders)}
-        for stage, places in enumerate(self._placement):
-            if places[0] in orders:
-                placement[stage] = tuple([number[place] for place in places if place in number])
-            else:
-                placement[stage] = (len(rows),)
-                rows.append(of_stage[stage])
-        starts = play(self._plan_of(rows, placement), Costs())[0]
-        dates = {
-            action: date for row, own in zip(rows, starts, strict=True) for action, date in zip(row, own, strict=True)
-        }
-        return {
-            position: sorted(
-                (action for stage in stages for action in of_stage[stage]), key=lambda one: (dates[one], -one.stage)
-            )
-            for position, stages in beside.items()
-        }
+def _one_ahead(stage: int, fed: Sequence[Action], *, trains: bool) -> Order:
+    """The order of ``stage``: that of the stage it feeds, with its forwards one microbatch ahead."""
+    ahead = iter([action for action in fed if action.kind is ActionKind.F])
+    order = [evolve(next(ahead), stage=stage)]
+    for action in fed:
+        if action.kind is ActionKind.F:
+            order += [evolve(later, stage=stage) for later in itertools.islice(ahead, 1)]
+        elif action.kind is not ActionKind.W and trains:
+            order.append(evolve(action, stage=stage, kind=ActionKind.B))
+    return order
 
-    def _main_orders(self) -> dict[int, Order]:
-        """The orders of the positions with stages of the main module."""
-        main = {
-            position: tuple(stage - self._first for stage in stages if stage >= self._first)
-            for position, stages in self._held.items()
-        }
-        positions = [position for position, stages in main.items() if stages]
-        schedule = self._schedule(len(positions), {position: main[position] for position in positions})
-        place_of = {stages: place for place, stages in enumerate(schedule.stages_at)}
-        orders = {}
-        for position in positions:
-            encoders = [stage for stage in self._held[position] if stage < self._first]
-            actions = schedule.actions(place_of[main[position]])
-            orders[position] = [
-                *(forward(stage, m) for m in range(self._count) for stage in encoders),
-                *(evolve(action, stage=action.stage + self._first) for action in actions),
-                *(
-                    backward(stage, m)
-                    for m in range(self._count)
-                    for stage in reversed(encoders)
-                    if stage not in self._frozen
-                ),
-            ]
-        return orders
 
-    def _schedule(self, num_positions: int, held: Mapping[int, tuple[int, ...]]) -> Plan:
-        """The schedule of the main module alone, where its stages are placed for it."""
-        name, depth = self._known.name, self._graph.depth(self._main)
-        chunks, rest = divmod(depth - (name == U_SHAPE), num_positions)
-        if rest or not chunks:
-            raise PlanError(f"{name} does not run the {depth} stages of {self._main!r} on {num_positions} positions")
-        needed = list(stage_places(name, num_positions, chunks))
-        schedule = _chain(self._known, num_positions, self._count, chunks, self._num_slices)
-        if set(schedule.stages_at) != set(held.values()):
-            raise PlanError(
-                f"{name} needs the stages of {self._main!r} on the pp ranks {needed}, and positions hold "
-                f"{sorted(held.values())} of them; make the communicator with "
-                f"stage_placement={{{self._main!r}: stage_places({name!r}, {num_positions}, {chunks})}}"
-            )
-        return schedule
+def _merged(
+    of_stage: Mapping[int, Order],
+    orders: Mapping[int, Order],
+    places: Sequence[tuple[int, ...]],
+    made: Callable[..., Plan],
+) -> dict[int, Order]:
+    """The orders of the positions without a stage of the main module, each out of those of its stages.
 
-    def _branches(self) -> PlanError:
-        return PlanError(
-            f"{self._known.name} is a schedule of one chain, and the graph of {', '.join(self._graph.order)} branches; "
-            f"only {ANY_GRAPH} runs such a graph"
-        )
-
-    def _one_ahead(self, stage: int, fed: Sequence[Action]) -> Order:
-        """The order of ``stage``: that of the stage it feeds, with its forwards one microbatch ahead."""
-        ahead = iter([action for action in fed if action.kind is ActionKind.F])
-        order = [evolve(next(ahead), stage=stage)]
-        for action in fed:
-            if action.kind is ActionKind.F:
-                order += [evolve(later, stage=stage) for later in itertools.islice(ahead, 1)]
-            elif action.kind is not ActionKind.W and stage not in self._frozen:
-                order.append(evolve(action, stage=stage, kind=ActionKind.B))
-        return order
+    They are merged by the dates of a simulation in which each of these stages has a position of its own. All that a
+    compute waits for has an earlier date, so no position waits in a cycle. Of equal dates that nearest to the loss
+    is first, whose result others wait for.
+    """
+    beside = {position: stages for position, stages in stages_on(places).items() if position not in orders}
+    if all(len(stages) == 1 for stages in beside.values()):
+        return {position: of_stage[stages[0]] for position, stages in beside.items()}
+    rows, placement = [*orders.values()], [*places]
+    number = {position: row for row, position in enumerate(orders)}
+    for stage, own in enumerate(places):
+        if own[0] in orders:
+            placement[stage] = tuple([number[place] for place in own if place in number])
+        else:
+            placement[stage] = (len(rows),)
+            rows.append(of_stage[stage])
+    starts = play(made(rows, placement=placement), Costs())[0]
+    dates = dict(zip(itertools.chain(*rows), itertools.chain(*starts), strict=True))
+    return {
+        position: sorted((one for stage in stages for one in of_stage[stage]), key=lambda one: (dates[one], -one.stage))
+        for position, stages in beside.items()
+    }

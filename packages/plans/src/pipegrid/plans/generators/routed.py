@@ -53,10 +53,8 @@ def routed(plan: Plan, routes: Routes, *, memory_limit: Amount | None = None) ->
     if any(action.kind not in COMPUTES for position in range(plan.num_positions) for action in plan.actions(position)):
         raise PlanError("the plan communicates or offloads; give a plan of computes, and lower the result")
     if plan.num_microbatches != max(routes.units):
-        raise PlanError(
-            f"the plan has {plan.num_microbatches} microbatches; the replicas have {list(routes.units)}, so give a "
-            f"schedule of {max(routes.units)}"
-        )
+        what = f"the plan has {plan.num_microbatches} microbatches; the replicas have {list(routes.units)}"
+        raise PlanError(f"{what}, so give a schedule of {max(routes.units)}")
     if routes.is_identity:
         return plan
     rows: list[tuple[Action, ...]] = [()] * (plan.num_positions * routes.num_replicas)
@@ -132,31 +130,25 @@ class _ListScheduler:
         for _ in range(self.left):
             chosen = self._next(warm=True) or self._next(warm=False)
             if chosen is None:
-                raise PlanError(
-                    f"the units do not fit a memory limit of {self.limit:g} microbatches in this order; give more, or "
-                    "other routes"
-                )
+                what = f"the units do not fit a memory limit of {self.limit:g} microbatches in this order"
+                raise PlanError(f"{what}; give more, or other routes")
             self._do(chosen)
         return self.orders
 
     def _next(self, *, warm: bool) -> _Operation | None:
         """The operation to do next; ``warm``: forwards of other replicas only after the warmup."""
         heads = {id(own[0]): own[0] for own in self.own if own}.values()
-        candidates = [
-            one
-            for one in heads
-            if not one.waits and all(self.own[actor][0] is one for actor in one.actors) and self._fits(one)
-        ]
+        candidates = [one for one in heads if not one.waits and all(self.own[a][0] is one for a in one.actors)]
         candidates += [
-            one
-            for one in self.others
-            if one.action.kind is not F or (self._fits(one) and (not warm or all(self.warm[a] for a in one.actors)))
+            one for one in self.others if one.action.kind is not F or not warm or all(self.warm[a] for a in one.actors)
         ]
-        return min(candidates, key=self._rank, default=None)
-
-    def _rank(self, one: _Operation) -> tuple[float, bool, tuple[float, int, int]]:
-        """The first to start; of these the first by its date, and weight gradients of other replicas last."""
-        return self._start(one), not one.at_home and one.action.kind is W, one.order
+        candidates = [one for one in candidates if one.action.kind is not F or self._fits(one)]
+        # The first to start; of these the first by its date, and weight gradients of other replicas last.
+        return min(
+            candidates,
+            key=lambda one: (self._start(one), not one.at_home and one.action.kind is W, one.order),
+            default=None,
+        )
 
     def _start(self, one: _Operation) -> float:
         return max(one.ready, *(self.free[actor] for actor in one.actors))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 from pipegrid.plans.plan import Action, Plan, Step, actions_of, compute_plan
 from pipegrid.plans.plan.actions import backward, forward, input_backward, weight_backward
@@ -34,18 +34,19 @@ class OrderBuilder:
         self._done: dict[tuple[str, int], int] = {}
         self._owed: deque[tuple[int, int]] = deque()
 
+    def _add(self, make: Callable[[int, int], Action], stage: int, microbatch: int) -> None:
+        if microbatch < self._count:
+            self.order.append(make(stage, microbatch))
+
     def _next(self, verb: str, stage: int) -> int:
         microbatch = self._done.get((verb, stage), 0)
         self._done[verb, stage] = microbatch + 1
         return microbatch
 
-    def _add(self, make: Callable[[int, int], Action], stage: int, microbatch: int) -> None:
-        if microbatch < self._count:
-            self.order.append(make(stage, microbatch))
-
-    def f(self, stage: int) -> None:
-        """The next forward of ``stage``."""
-        self._add(forward, stage, self._next("F", stage))
+    def f(self, stage: int, times: int = 1) -> None:
+        """The next forwards of ``stage``."""
+        for _ in range(times):
+            self._add(forward, stage, self._next("F", stage))
 
     def b(self, stage: int) -> None:
         """The next backward of ``stage``, whole."""
@@ -69,35 +70,39 @@ class OrderBuilder:
         """The weight half that has been owed longest."""
         self._add(weight_backward, *self._owed.popleft())
 
-    @property
-    def owes(self) -> bool:
-        """Whether a weight half is owed."""
-        return bool(self._owed)
+    def finish(self) -> Steps:
+        """The order, with the weight halves that are owed at its end."""
+        while self._owed:
+            self.w()
+        return self.order
 
 
 def split_order(stage: int, num_microbatches: int, *, warmup: int, delay: int) -> Steps:
     """``warmup`` forwards, then F, I and W in turn, the W always ``delay`` microbatches behind the I."""
     builder = OrderBuilder(num_microbatches)
-    for _ in range(warmup):
-        builder.f(stage)
+    builder.f(stage, warmup)
     for microbatch in range(num_microbatches):
         builder.f(stage)
         builder.i(stage)
         if microbatch >= delay:
             builder.w()
-    while builder.owes:
-        builder.w()
-    return builder.order
+    return builder.finish()
 
 
 def chain_plan(
-    orders: Iterable[Sequence[Step]], placement: tuple[int, ...], num_microbatches: int, *, forward_only: bool = False
+    order: Callable[[int], Sequence[Step]],
+    num_positions: int,
+    num_microbatches: int,
+    placement: tuple[int, ...] | None = None,
+    *,
+    forward_only: bool = False,
 ) -> Plan:
-    """The plan of ``orders``, one per position, over a chain of ``len(placement)`` stages."""
+    """The plan of ``order(position)`` on each position, over a chain whose stages lie as in ``placement``."""
+    places = looped_placement(num_positions, num_positions) if placement is None else placement
     return compute_plan(
-        list(orders),
-        graph=len(placement),
-        placement=placement,
+        [order(position) for position in range(num_positions)],
+        graph=len(places),
+        placement=places,
         num_microbatches=num_microbatches,
-        forward_only=range(len(placement)) if forward_only else (),
+        forward_only=range(len(places)) if forward_only else (),
     )

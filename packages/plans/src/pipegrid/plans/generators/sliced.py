@@ -15,7 +15,7 @@ from __future__ import annotations
 from pipegrid.core.fields import Count, checked_arguments
 from pipegrid.plans.errors import PlanError
 from pipegrid.plans.generators.looped import interleaved_1f1b
-from pipegrid.plans.generators.shapes import OrderBuilder, Steps, chain_plan, looped_placement, split_order
+from pipegrid.plans.generators.shapes import OrderBuilder, Steps, chain_plan, split_order
 from pipegrid.plans.plan import Action, ActionKind, Plan, compute_plan
 
 
@@ -40,16 +40,13 @@ def seq1f1b(num_positions: Count, num_microbatches: Count, *, num_slices: Count)
 
     def order(position: int) -> Steps:
         builder = OrderBuilder(pieces)
-        warmup = num_positions - position - 1 + num_slices - 1
-        for _ in range(warmup):
-            builder.f(position)
+        builder.f(position, num_positions - position - 1 + num_slices - 1)  # warmup
         for _ in range(pieces):  # steady; the forwards end first
             builder.f(position)
             builder.b(position)
         return builder.order
 
-    whole = chain_plan(map(order, range(num_positions)), looped_placement(num_positions, num_positions), pieces)
-    return _sliced(whole, num_slices)
+    return _sliced(chain_plan(order, num_positions, pieces), num_slices)
 
 
 @checked_arguments(PlanError)
@@ -89,13 +86,12 @@ def seq1f1b_zero_bubble(num_positions: Count, num_microbatches: Count, *, num_sl
 
     Source: Sun et al. 2024, "Seq1F1B", which joins it with ZB-H1 (Qi et al. 2023, section 2.1).
     """
-    pieces, last = num_microbatches * num_slices, num_positions - 1
-    orders = [
-        split_order(position, pieces, warmup=last - position + num_slices - 1, delay=position)
-        for position in range(num_positions)
-    ]
-    whole = chain_plan(orders, looped_placement(num_positions, num_positions), pieces)
-    return _sliced(whole, num_slices)
+    pieces, most = num_microbatches * num_slices, num_positions + num_slices - 2
+
+    def order(position: int) -> Steps:
+        return split_order(position, pieces, warmup=most - position, delay=position)
+
+    return _sliced(chain_plan(order, num_positions, pieces), num_slices)
 
 
 def _sliced(whole: Plan, num_slices: int) -> Plan:

@@ -51,9 +51,21 @@ def u_shape(
     back; bubble ``(P-1)F``. Source: see this file's heading.
     """
     counts = u_shape_counts(num_positions, costs=costs, in_flight=in_flight, forward_only=forward_only)
-    orders = (_order(p, num_microbatches, counts, forward_only=forward_only) for p in range(num_positions))
+
+    def order(position: int) -> Steps:
+        if position == 0:
+            edge_order = _edge_forward_order if forward_only else _edge_order
+            return edge_order(num_positions, num_microbatches, counts)
+        builder = OrderBuilder(num_microbatches)
+        builder.f(position, 0 if forward_only else min(counts.in_flight[position] - 1, num_microbatches))
+        for _ in range(num_microbatches):
+            builder.f(position)
+            if not forward_only:
+                builder.b(position)
+        return builder.order
+
     placement = looped_placement(num_positions, num_positions + 1)
-    return chain_plan(orders, placement, num_microbatches, forward_only=forward_only)
+    return chain_plan(order, num_positions, num_microbatches, placement, forward_only=forward_only)
 
 
 @frozen
@@ -74,11 +86,7 @@ class UShapeCounts:
 
 @checked_arguments(PlanError)
 def u_shape_counts(
-    num_positions: Count,
-    *,
-    costs: GivenCosts | None = None,
-    in_flight: Count | None = None,
-    forward_only: bool = False,
+    num_positions: Count, *, costs: GivenCosts | None = None, in_flight: Count | None = None, forward_only: bool = False
 ) -> UShapeCounts:
     """The counts of `u_shape` at ``costs``, by default unit costs.
 
@@ -91,84 +99,38 @@ def u_shape_counts(
         >>> u_shape_counts(4), u_shape(4, 8).placement
         (UShapeCounts(in_flight=(5, 4, 3, 2), head_warmup=5, tail_extra=3), ((0,), (1,), (2,), (3,), (0,)))
     """
-    way = _way(num_positions, costs or _even(num_positions), forward_only=forward_only)
-    held = [max(1, _ceil(way.there_and_back(position) / way.period)) for position in range(num_positions)]
-    held[0] += num_positions > 1
-    if in_flight is not None:
-        held = [min(number, in_flight) for number in held]
-    fitting = _floor(way.out / way.forwards[0]) if way.forwards[0] > 0 else held[0]
-    return UShapeCounts(
-        tuple(held),
-        head_warmup=min(1 + fitting, held[0]),
-        tail_extra=min(1 + _floor(way.back / way.period), held[0] - 1),
+    if costs is None:  # every position has the same work, and position 0 two stages
+        shares = (0.5, *[1.0] * (num_positions - 1), 0.5)
+        costs = Costs(F=shares, I=shares, W=shares)
+    travel = list(
+        costs.travel(Edge(stage, stage + 1) for stage in range(num_positions if num_positions > 1 else 0)).values()
     )
-
-
-@frozen
-class _Way:
-    """A microbatch's way: per stage its forward and backward, per edge the time of a message."""
-
-    forwards: list[float]
-    backwards: list[float]
-    links: list[float]
-    period: float
-
-    def there_and_back(self, position: int) -> float:
-        """From the start of a forward to the end of the same microbatch's backward, without waiting."""
-        there = math.fsum((*self.forwards[position:], *self.links[position:]))
-        return there + (math.fsum((*self.backwards[position:], *self.links[position:])) if any(self.backwards) else 0.0)
-
-    @property
-    def out(self) -> float:
-        """From the end of a head forward to its tail forward."""
-        return math.fsum((*self.forwards[1:-1], *self.links))
-
-    @property
-    def back(self) -> float:
-        """From the end of a tail backward to its head backward."""
-        return math.fsum((*self.backwards[1:-1], *self.links))
-
-
-def _way(num_positions: int, costs: Costs, *, forward_only: bool) -> _Way:
-    num_stages = num_positions + 1
-    edges = [Edge(stage, stage + 1) for stage in range(num_positions if num_positions > 1 else 0)]
-    travel = costs.travel(edges).values()
-    forwards = [time + costs.overhead for time in costs.per_stage("F", num_stages)]
-    backwards = [0.0 if forward_only else time + costs.overhead for time in costs.per_stage("B", num_stages)]
+    links = [sum(each) for each in travel]
+    per_stage = (costs.per_stage(kind, num_positions + 1) for kind in ("F", "B"))
+    forwards, backwards = ([time + costs.overhead for time in times] for times in per_stage)
+    backwards = [0.0] * len(backwards) if forward_only else backwards
     work = [forward + backward for forward, backward in zip(forwards, backwards, strict=True)]
     period = max(work[0] + work[-1], *work[1:-1], *(occupied for occupied, _ in travel), 0.0)
     if period <= 0:
         raise CostsError("no stage takes any time by these costs; give F or B of at least one stage")
-    return _Way(forwards, backwards, [sum(each) for each in travel], period)
-
-
-def _even(num_positions: int) -> Costs:
-    """Unit costs: every position has the same work, and position 0 two stages."""
-    shares = (0.5, *[1.0] * (num_positions - 1), 0.5)
-    return Costs(F=shares, I=shares, W=shares)
+    held = []
+    for position in range(num_positions):  # from the start of a forward to the end of its backward, without waiting
+        there = math.fsum((*forwards[position:], *links[position:]))
+        back = math.fsum((*backwards[position:], *links[position:])) if any(backwards) else 0.0
+        held.append(max(1, math.ceil((there + back) / period * (1 - SLACK) - SLACK)))
+    held[0] += num_positions > 1
+    if in_flight is not None:
+        held = [min(number, in_flight) for number in held]
+    out = math.fsum((*forwards[1:-1], *links))  # from the end of a head forward to its tail forward
+    back = math.fsum((*backwards[1:-1], *links))  # from the end of a tail backward to its head backward
+    fitting = _floor(out / forwards[0]) if forwards[0] > 0 else held[0]
+    return UShapeCounts(
+        tuple(held), head_warmup=min(1 + fitting, held[0]), tail_extra=min(1 + _floor(back / period), held[0] - 1)
+    )
 
 
 def _floor(quotient: float) -> int:
     return math.floor(quotient * (1 + SLACK) + SLACK)
-
-
-def _ceil(quotient: float) -> int:
-    return math.ceil(quotient * (1 - SLACK) - SLACK)
-
-
-def _order(position: int, num_microbatches: int, counts: UShapeCounts, *, forward_only: bool) -> Steps:
-    if position == 0 and forward_only:
-        return _edge_forward_order(len(counts.in_flight), num_microbatches, counts)
-    if position == 0:
-        return _edge_order(len(counts.in_flight), num_microbatches, counts)
-    builder = OrderBuilder(num_microbatches)
-    for _ in range(0 if forward_only else min(counts.in_flight[position] - 1, num_microbatches)):
-        builder.f(position)
-    for _ in range(num_microbatches):
-        builder.f(position)
-        if not forward_only:
-            builder.b(position)
-    return builder.order
 
 
 def _edge_order(tail: int, num_microbatches: int, counts: UShapeCounts) -> Steps:
@@ -178,15 +140,13 @@ def _edge_order(tail: int, num_microbatches: int, counts: UShapeCounts) -> Steps
     warmup = min(counts.head_warmup, held)
     passes = min(1 + counts.tail_extra, held)
 
-    for _ in range(warmup):  # 1. head forwards, while the first microbatch travels to the tail
-        builder.f(0)
+    builder.f(0, warmup)  # 1. head forwards, while the first microbatch travels to the tail
     for number in range(passes):  # 2. tail passes, while its gradient travels back; heads as there is room
         builder.f(tail)
         builder.b(tail)
         if warmup + number < held:
             builder.f(0)
-    for _ in range(held - warmup - passes):  # 3. heads that the others count on before the first backward
-        builder.f(0)
+    builder.f(0, held - warmup - passes)  # 3. heads that the others count on before the first backward
     for _ in range(num_microbatches):  # 4. steady: one out, one in, one round; at last only out
         builder.b(0)
         builder.f(0)
@@ -198,8 +158,7 @@ def _edge_order(tail: int, num_microbatches: int, counts: UShapeCounts) -> Steps
 def _edge_forward_order(tail: int, num_microbatches: int, counts: UShapeCounts) -> Steps:
     """The order of position 0 in evaluation: heads until the first microbatch is back, then tail and head in turn."""
     builder = OrderBuilder(num_microbatches)
-    for _ in range(min(counts.head_warmup, num_microbatches)):
-        builder.f(0)
+    builder.f(0, min(counts.head_warmup, num_microbatches))
     for _ in range(num_microbatches):
         builder.f(tail)
         builder.f(0)

@@ -6,6 +6,8 @@ a microbatch round without sending it.
 
 from __future__ import annotations
 
+from functools import partial
+
 from pipegrid.core.fields import Count, checked_arguments
 from pipegrid.plans.errors import PlanError
 from pipegrid.plans.generators.shapes import OrderBuilder, Steps, chain_plan, v_placement
@@ -34,11 +36,11 @@ def zero_bubble_v(num_positions: Count, num_microbatches: Count, *, overlap: boo
         >>> simulate(zero_bubble_v(4, 8)).bubble(of="span")
         0.0
     """
-    orders = [_zero_bubble_v_order(place, num_positions, num_microbatches, overlap) for place in range(num_positions)]
-    return chain_plan(orders, v_placement(num_positions), num_microbatches)
+    order = partial(_zero_bubble_v_order, num_positions, num_microbatches, overlap)
+    return chain_plan(order, num_positions, num_microbatches, v_placement(num_positions))
 
 
-def _zero_bubble_v_order(position: int, num_positions: int, num_microbatches: int, overlap: bool) -> Steps:
+def _zero_bubble_v_order(num_positions: int, num_microbatches: int, overlap: bool, position: int) -> Steps:
     """The order of ``position`` in `zero_bubble_v`, phase by phase.
 
     In slots of one chunk's pass, with p the position: microbatch 0 comes down at p and back up at 2P-1-p, its
@@ -50,8 +52,7 @@ def _zero_bubble_v_order(position: int, num_positions: int, num_microbatches: in
     after_down, after_up = (up, down) if overlap else (down, up)
     builder = OrderBuilder(num_microbatches)
 
-    for _ in range(2 * below - 1):  # 1. forwards down, until the first comes back up
-        builder.f(down)
+    builder.f(down, 2 * below - 1)  # 1. forwards down, until the first comes back up
     for _ in range(above):  # 2. forwards up and down, until its gradient comes down
         builder.f(up)
         builder.f(down)
@@ -71,9 +72,7 @@ def _zero_bubble_v_order(position: int, num_positions: int, num_microbatches: in
     for _ in range(below):  # 6. every other slot is free
         builder.i(down)
         builder.w()
-    while builder.owes:  # 7. nothing comes any more
-        builder.w()
-    return builder.order
+    return builder.finish()  # 7. nothing comes any more
 
 
 @checked_arguments(PlanError)
@@ -94,18 +93,17 @@ def dualpipe_v(num_positions: Count, num_microbatches: Count, *, overlap: bool =
         >>> round(simulate(dualpipe_v(4, 8)).bubble(), 3), verify(dualpipe_v(4, 8)).peak_live
         (0.059, (4.5, 4.5, 4.5, 4.5))
     """
-    orders = [_dualpipe_v_order(place, num_positions, num_microbatches, overlap) for place in range(num_positions)]
-    return chain_plan(orders, v_placement(num_positions), num_microbatches)
+    order = partial(_dualpipe_v_order, num_positions, num_microbatches, overlap)
+    return chain_plan(order, num_positions, num_microbatches, v_placement(num_positions))
 
 
-def _dualpipe_v_order(position: int, num_positions: int, num_microbatches: int, overlap: bool) -> Steps:
+def _dualpipe_v_order(num_positions: int, num_microbatches: int, overlap: bool, position: int) -> Steps:
     """The order of ``position`` in `dualpipe_v`, in the eight phases of the paper's figure."""
     down, up = position, 2 * num_positions - 1 - position
     above, below = position + 1, num_positions - position - 1  # this position and those before; those after
     builder = OrderBuilder(num_microbatches)
 
-    for _ in range(2 * below):  # 1. forwards down
-        builder.f(down)
+    builder.f(down, 2 * below)  # 1. forwards down
     for _ in range(above):  # 2. forwards down and up
         builder.f(down)
         builder.f(up)
@@ -125,6 +123,4 @@ def _dualpipe_v_order(position: int, num_positions: int, num_microbatches: int, 
     for _ in range(below):  # 7. weight halves between the last gradients
         builder.w()
         builder.i(down)
-    while builder.owes:  # 8. weight halves
-        builder.w()
-    return builder.order
+    return builder.finish()  # 8. weight halves

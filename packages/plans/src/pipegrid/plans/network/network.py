@@ -110,10 +110,9 @@ class Network:
         for number, waits in enumerate(self.waits):
             direct = {number - wait.delta // count for wait in waits if not wait.first}
             earlier.append(direct.union(*[earlier[other] for other in direct]))
-        pairs = frozenset((before, number) for number, own in enumerate(earlier) for before in own)
-        if self.is_chain:
-            return frozenset(pair for pair in pairs if pair[1] < 2 * stages or pair[1] - pair[0] == stages)
-        return pairs
+        pairs = ((before, number) for number, own in enumerate(earlier) for before in own)
+        chain = self.is_chain
+        return frozenset(pair for pair in pairs if not chain or pair[1] < 2 * stages or pair[1] - pair[0] == stages)
 
     @cached_property
     def _wakes(self) -> tuple[tuple[int, ...], ...]:
@@ -155,8 +154,7 @@ class Network:
         """Whether a position that follows ``order`` keeps to the memory limit."""
         count, takes, held, limit = self.num_microbatches, self.takes, self.held, self.limit
         live = 0.0
-        for operation in order:
-            number = operation // count
+        for number in (operation // count for operation in order):
             if live + takes[number] > limit:
                 return False
             live += held[number]
@@ -221,15 +219,12 @@ class Network:
 
     def orders_of(self, plan: Plan) -> Orders:
         """The operations of ``plan``, a ``B`` as its two halves."""
-        number_of = {one: number for number, one in enumerate(self.passes)}
-        orders: Orders = []
-        for position in range(self.num_positions):
-            order = []
+        first = {one: number * self.num_microbatches for number, one in enumerate(self.passes)}
+        orders: Orders = [[] for _ in range(self.num_positions)]
+        for position, order in enumerate(orders):
             for action in plan.actions(position):
-                assert action.microbatch is not None
                 kinds = (_I, _W) if action.kind is ActionKind.B else (action.kind,)
-                order += [number_of[kind, action.stage] * self.num_microbatches + action.microbatch for kind in kinds]
-            orders.append(order)
+                order += [first[kind, action.stage] + (action.microbatch or 0) for kind in kinds]
         return orders
 
 
@@ -238,11 +233,7 @@ def as_network(problem: Problem, num_microbatches: int | None = None) -> Network
     graph, costs, count = problem.graph, problem.costs, num_microbatches or problem.num_microbatches
     stages, edges = graph.num_stages, graph.stage_edges
     trained = [stage for stage in reversed(range(stages)) if stage not in problem.forward_only]
-    passes = [
-        *((_F, stage) for stage in range(stages)),
-        *((_I, stage) for stage in trained),
-        *((_W, stage) for stage in trained),
-    ]
+    passes = [(kind, stage) for kind in (_F, _I, _W) for stage in (range(stages) if kind is _F else trained)]
     number_of = {one: number for number, one in enumerate(passes)}
     times = {kind: costs.per_stage(kind.value, stages) for kind in (_F, _I, _W)}
     least = {_F: times[_F], **dict(zip((_I, _W), _least_halves(costs, stages), strict=True))}
@@ -259,8 +250,7 @@ def as_network(problem: Problem, num_microbatches: int | None = None) -> Network
             wait((_I, stage), (_F, stage), 0.0)
         wait((_W, stage), (_I, stage), 0.0)
     for edge in edges:
-        ends = problem.placement[edge.source], problem.placement[edge.destination]
-        crosses = ends[0] != ends[1]
+        crosses = problem.placement[edge.source] != problem.placement[edge.destination]
         lag = sum(travel[edge]) if crosses else 0.0
         wait((_F, edge.destination), (_F, edge.source), lag)
         if (_I, edge.source) in number_of and (_I, edge.destination) in number_of:

@@ -49,11 +49,8 @@ class Problem:
     def is_chain(self) -> bool:
         """Whether the stages are a chain, each trained and on one position."""
         ends = [(edge.source, edge.destination) for edge in self.graph.stage_edges]
-        return (
-            ends == list(itertools.pairwise(range(self.graph.num_stages)))
-            and not self.forward_only
-            and all(len(places) == 1 for places in self.placement)
-        )
+        is_line = ends == list(itertools.pairwise(range(self.graph.num_stages)))
+        return is_line and not self.forward_only and all(len(places) == 1 for places in self.placement)
 
     @property
     def input_release(self) -> list[float]:
@@ -63,9 +60,8 @@ class Problem:
     @property
     def queues(self) -> tuple[Edge, ...]:
         """The edges whose messages wait in a bounded queue."""
-        if self.ahead is None:
-            return ()
-        return tuple(edge for edge in self.graph.stage_edges if edge.source in self.forward_only)
+        edges = () if self.ahead is None else self.graph.stage_edges
+        return tuple(edge for edge in edges if edge.source in self.forward_only)
 
     def least_memory(self) -> float:
         """The memory of one microbatch on the position where it needs most: the least limit that works."""

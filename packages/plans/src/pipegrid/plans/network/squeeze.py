@@ -119,11 +119,8 @@ class _Table:
 
     def next_pass(self, at: _SqueezedPosition, now: float) -> tuple[int, float, bool]:
         """The pass to run, -1 for none; when the next by date arrives; and whether memory alone holds it back."""
-        date, due, number = self.date, NEVER, -1
-        for one in at.passes:
-            if date[one] < due:
-                due, number = date[one], one
-        if number < 0:
+        number = min(at.passes, key=self.date.__getitem__, default=-1)
+        if number < 0 or self.date[number] == NEVER:
             return -1, NEVER, False
         arrives = self.arrival[number][self.done[number]]
         if arrives > now:
@@ -145,9 +142,8 @@ class _Table:
                 if m < count and m <= newest and arrival[one][m] <= now and fits:
                     return one
         if not at.forwards_left or (full and not self.squeeze.careful):
-            for one in at.backwards:
-                if done[one] < count and arrival[one][done[one]] <= now:
-                    return one
+            ready = (one for one in at.backwards if done[one] < count and arrival[one][done[one]] <= now)
+            return next(ready, -1)
         return -1
 
     def _early_forward(self, at: _SqueezedPosition, now: float) -> int:

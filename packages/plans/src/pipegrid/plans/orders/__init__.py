@@ -4,8 +4,7 @@ from pipegrid.plans.orders.communicators import SharedCommunicators, fewest_comm
 from pipegrid.plans.orders.of_plan import orders_of_plan
 from pipegrid.plans.orders.orders import Launch, Message, Orders
 from pipegrid.plans.orders.prove import OrderProof, prove_order
-from pipegrid.plans.orders.read import orders_from_csv, orders_from_json
-from pipegrid.plans.orders.others import orders_of_torch, plan_of_torch
+from pipegrid.plans.orders.read import orders_from_csv, orders_from_json, orders_of_torch, plan_of_torch
 
 __all__ = [
     "Launch",

@@ -8,7 +8,7 @@ The search is guided by such cycles: place the lanes, prove, take the pairs of e
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import combinations
 from typing import TypeAlias
 
@@ -54,10 +54,10 @@ class SharedCommunicators(LaneSharing):
     def __str__(self) -> str:
         most, alone = max(self.per_position), max(_lanes_at(self.plan, list(self.numbers)))
         waits = ", also with waits for the whole device" if self.drains else ""
-        fewest = "the fewest" if self.is_fewest else "the fewest found"
         names = [model.name for model in self.models]
         under = "every order model" if set(ORDER_MODELS) <= set(names) else ", ".join(names)
-        lines = [f"{most} per rank, {fewest} under {under}{waits}; with one for each lane {alone}"]
+        fewest = f"the fewest{'' if self.is_fewest else ' found'} under {under}{waits}"
+        lines = [f"{most} per rank, {fewest}; with one for each lane {alone}"]
         for number, (positions, lanes) in enumerate(zip(self.members, self.communicators, strict=True)):
             lines.append(f"  {number}: positions {', '.join(map(str, positions))}: {' '.join(map(str, lanes))}")
         return "\n".join(lines)
@@ -81,8 +81,8 @@ def fewest_communicators(plan: Plan, *orders: OrderModel | str, drains: bool = T
     models = tuple(model_named(order) for order in orders or ORDER_MODELS)
     lanes = sorted(dataflow_of(plan).lanes)
     clauses: set[frozenset[_Pair]] = set()
-    is_fewest = True
-    most = 1
+    is_fewest, most = True, 1
+    final: dict[Lane, int] | None = None
     while most <= max(1, *_lanes_at(plan, lanes)):
         placed, is_whole = _place(lanes, clauses, most)
         if placed is None:
@@ -94,20 +94,16 @@ def fewest_communicators(plan: Plan, *orders: OrderModel | str, drains: bool = T
             played = play_orders(orders_on(plan, placed, model), model, drains=drains and not model.host_waits)
             found |= {frozenset(_separable(played, cycle, model, placed)) for cycle in played.cycles}
         if not found:
-            return _proved(plan, models, placed, drains=drains, is_fewest=is_fewest)
+            final = placed
+            break
         if frozenset() in found:  # no lanes of this cycle share a communicator
             break
         clauses |= found
-    separate = {lane: number for number, lane in enumerate(lanes)}
-    for model in strictest(models, drains=drains):  # with the cycle in its error
-        prove_order(orders_on(plan, separate, model), model, drains=drains and not model.host_waits)
-    return _proved(plan, models, separate, drains=drains, is_fewest=False)
-
-
-def _proved(
-    plan: Plan, models: tuple[OrderModel, ...], placed: Mapping[Lane, int], *, drains: bool, is_fewest: bool
-) -> SharedCommunicators:
-    communicators = [[lane for lane in placed if placed[lane] == number] for number in sorted(set(placed.values()))]
+    if final is None:
+        final, is_fewest = {lane: number for number, lane in enumerate(lanes)}, False
+        for model in strictest(models, drains=drains):  # with the cycle in its error
+            prove_order(orders_on(plan, final, model), model, drains=drains and not model.host_waits)
+    communicators = [[lane for lane in final if final[lane] == number] for number in sorted(set(final.values()))]
     return SharedCommunicators(communicators, plan, models, drains, is_fewest)
 
 
@@ -132,19 +128,19 @@ def strictest(models: Sequence[OrderModel], *, drains: bool) -> list[OrderModel]
 
 def _lanes_at(plan: Plan, lanes: Sequence[Lane]) -> list[int]:
     """Per position, the lanes that start or end there."""
-    return [
-        sum(position in (lane.source, lane.destination) for lane in lanes) for position in range(plan.num_positions)
-    ]
+    ends = Counter(end for lane in lanes for end in (lane.source, lane.destination))
+    return [ends[position] for position in range(plan.num_positions)]
 
 
 def _crossing(orders: Orders) -> set[frozenset[_Pair]]:
     """Per two lanes of a pair of positions, whose messages cross on their one communicator: these must be apart."""
     partners, _ = partners_of(orders)
-    pairs = {
-        frozenset(lane for end in ends if (lane := message_of(orders, end).lane) is not None)
-        for ends in crossing(orders, partners)
-    }
+    pairs = {_lanes_of(orders, ends) for ends in crossing(orders, partners)}
     return {frozenset(combinations(sorted(pair), 2)) for pair in pairs if len(pair) > 1}
+
+
+def _lanes_of(orders: Orders, ends: Iterable[End]) -> frozenset[Lane]:
+    return frozenset(lane for end in ends if (lane := message_of(orders, end).lane) is not None)
 
 
 def _separable(
@@ -156,29 +152,24 @@ def _separable(
     waits for shapes: the lane of a receive, and all that it shares its communicator with. Where peers connect, calls
     are joined by any lanes that are in one batch.
     """
-
-    def lanes_of(ends: Sequence[End]) -> set[Lane]:
-        return {lane for end in ends if (lane := message_of(played.orders, end).lane) is not None}
-
     stuck = {wait.position: wait.step for wait, _ in cycle}
     for position, step in stuck.items():
         track = played.tracks[position]
         launch = played.orders.ranks[track.rank][track.launches[step]]
         received = [one for one in launch.messages if one.way == "receive" and one.label in launch.headers]
-        for lane in {one.lane for one in received if track.name == "host"}:
-            mates = [other for other in placed if lane is not None and placed[other] == placed[lane]]
-            yield from ((min(lane, other), max(lane, other)) for other in mates if lane is not None and other != lane)
+        for lane in {one.lane for one in received if track.name == "host" and one.lane is not None}:
+            mates = [other for other in placed if placed[other] == placed[lane] and other != lane]
+            yield from ((min(lane, other), max(lane, other)) for other in mates)
     for _, setter in cycle:
         ends = played.tracks[setter.position].ends
-        here, behind = lanes_of(ends[stuck[setter.position]]), lanes_of(ends[setter.step])
-        together = [here, behind] if model.batched == "rank" else [here | behind]
-        for lanes in together:
+        here, behind = (_lanes_of(played.orders, ends[step]) for step in (stuck[setter.position], setter.step))
+        for lanes in [here, behind] if model.batched == "rank" else [here | behind]:
             yield from combinations(sorted(lanes), 2)
     if model.connects:
         for rank, launches in enumerate(played.orders.ranks):
             for number, launch in enumerate(launches):
                 batch = [(rank, number, part) for part in range(len(launch.messages))]
-                yield from combinations(sorted(lanes_of(batch)), 2)
+                yield from combinations(sorted(_lanes_of(played.orders, batch)), 2)
 
 
 def _place(lanes: Sequence[Lane], clauses: set[frozenset[_Pair]], most: int) -> tuple[dict[Lane, int] | None, bool]:

@@ -9,7 +9,7 @@ from typing import Literal, TypeAlias
 from attrs import evolve
 
 from pipegrid.core.order import OrderModel
-from pipegrid.plans.errors import Fault
+from pipegrid.plans.errors import Fault, PlanError
 from pipegrid.plans.orders.orders import Launch, Message, Orders
 
 End: TypeAlias = tuple[int, int, int]
@@ -24,20 +24,37 @@ def ends_of(orders: Orders) -> Iterator[tuple[End, Message]]:
                 yield (rank, number, part), message
 
 
-def with_later_ends(orders: Orders) -> Orders:
+def paired(orders: Orders, model: OrderModel) -> tuple[Orders, dict[End, End], list[End]]:
+    """The orders with the ends that come after a fragment; the other end of each end; and the ends without one.
+
+    Raises:
+        PlanError: the orders have faults that are none of waiting; ``faults`` has them.
+    """
+    faults = _unknown_peers(orders) + _late_messages(orders)
+    partners, alone = dict[End, End](), list[End]()
+    if not faults:
+        orders = _with_later_ends(orders)
+        partners, alone = partners_of(orders)
+        faults = _ends_alone(orders, alone) or _crossed(orders, partners) or _apart(orders, model, partners)
+    if faults:
+        raise PlanError(f"the orders have {len(faults)} fault{'s' if len(faults) > 1 else ''}:", faults=faults)
+    return orders, partners, alone
+
+
+def _with_later_ends(orders: Orders) -> Orders:
     """Orders with the ends that a list lacks because it does not end with the step: launched after all that it has.
 
     A list that does not begin with the step either may lack what was launched, and has ended, before it.
     """
     _, alone = partners_of(orders)
     rows = [list(launches) for launches in orders.ranks]
-    for end in alone:
-        message = message_of(orders, end)
+    for rank, number, part in alone:
+        launch = orders.ranks[rank][number]
+        message = launch.messages[part]
         if orders.begins[message.peer] and not orders.ends[message.peer]:
             way: Literal["send", "receive"] = "receive" if message.way == "send" else "send"
-            batched = orders.ranks[end[0]][end[1]].batched
-            other = Message(way, end[0], message.label, message.group)
-            rows[message.peer].append(Launch(f"later: {way} {message.label}", (other,), batched=batched))
+            other = Message(way, rank, message.label, message.group)
+            rows[message.peer].append(Launch(f"later: {way} {message.label}", (other,), batched=launch.batched))
     return evolve(orders, ranks=tuple(map(tuple, rows)))
 
 
@@ -64,7 +81,7 @@ def partners_of(orders: Orders) -> tuple[dict[End, End], list[End]]:
     return partners, sorted(end for ends in waiting.values() for side in ends for end in side)
 
 
-def late_messages(orders: Orders) -> list[Fault]:
+def _late_messages(orders: Orders) -> list[Fault]:
     """The faults of computes that read what comes later on their rank, or never, and of waits for such sends.
 
     What a fragment does not receive or send at all came before it.
@@ -77,15 +94,14 @@ def late_messages(orders: Orders) -> list[Fault]:
             seen |= {(one.way, one.label) for one in launch.messages}
             used = {("receive", label) for label in launch.needs} | {("send", label) for label in launch.waits}
             for way, label in sorted((used if orders.begins[rank] else used & set(ends)) - seen)[:1]:
-                rule, does, done = ("late-receive", "reads", "received")
-                if way == "send":
-                    rule, does, done = ("early-wait", "waits for", "sent")
+                sent = way == "send"
+                does, done = ("waits for", "sent") if sent else ("reads", "received")
                 text = f"{place_of(orders, rank, number)} {does} {label!r}, which its rank has not {done} before"
-                faults.append(Fault(rule, text))
+                faults.append(Fault("early-wait" if sent else "late-receive", text))
     return faults
 
 
-def unknown_peers(orders: Orders) -> list[Fault]:
+def _unknown_peers(orders: Orders) -> list[Fault]:
     """The faults of messages to or from no other rank."""
     count = len(orders.ranks)
     rule = f"the peer is not another of the ranks 0 to {count - 1}"
@@ -96,15 +112,13 @@ def unknown_peers(orders: Orders) -> list[Fault]:
     ]
 
 
-def ends_alone(orders: Orders, alone: Sequence[End]) -> list[Fault]:
+def _ends_alone(orders: Orders, alone: Sequence[End]) -> list[Fault]:
     """The faults of ends whose other end should be in a list and is not."""
     faults = []
-    for end in alone:
-        message = message_of(orders, end)
+    for (rank, number, _), message in ((end, message_of(orders, end)) for end in alone):
         if orders.begins[message.peer]:
-            done = "receives" if message.way == "send" else "sends"
-            text = f"{place_of(orders, end[0], end[1])}: rank {message.peer} never {done} {message.label!r}"
-            faults.append(Fault("unpaired", text))
+            what = f"rank {message.peer} never {'receives' if message.way == 'send' else 'sends'} {message.label!r}"
+            faults.append(Fault("unpaired", f"{place_of(orders, rank, number)}: {what}"))
     return faults
 
 
@@ -119,33 +133,28 @@ def crossing(orders: Orders, partners: dict[End, End]) -> Iterator[tuple[End, En
             last[key] = end, other
 
 
-def crossed(orders: Orders, partners: dict[End, End]) -> list[Fault]:
+def _crossed(orders: Orders, partners: dict[End, End]) -> list[Fault]:
     """Pairs of ranks whose receives are in another order than the sends: the backend would match the wrong ones."""
-    return [
-        Fault(
-            "order",
-            f"rank {before[0]} sends {message_of(orders, before).label!r} before {message_of(orders, end).label!r}, "
-            f"rank {message_of(orders, end).peer} receives them the other way round: messages have no names, so each "
-            "is received as the other",
-        )
-        for before, end in crossing(orders, partners)
-    ]
+    faults = []
+    for before, end in crossing(orders, partners):
+        first, second = message_of(orders, before), message_of(orders, end)
+        text = f"rank {before[0]} sends {first.label!r} before {second.label!r}, rank {second.peer} receives them"
+        why = "messages have no names, so each is received as the other"
+        faults.append(Fault("order", f"{text} the other way round: {why}"))
+    return faults
 
 
-def on_two_communicators(orders: Orders, model: OrderModel, partners: dict[End, End]) -> list[Fault]:
+def _apart(orders: Orders, model: OrderModel, partners: dict[End, End]) -> list[Fault]:
     """Messages with one end in a batch and the other alone, where these two are on different communicators."""
     if "pair" not in (model.batched, model.lone) or model.batched == model.lone:
         return []
-    batched = {end: orders.ranks[end[0]][end[1]].batched for end in partners}
-    return [
-        Fault(
-            "communicator",
-            f"{place_of(orders, end[0], end[1])}: in a batch on the group's communicator, and alone on the pair's at "
-            f"{place_of(orders, other[0], other[1])}; neither end finds the other",
-        )
-        for end, other in partners.items()
-        if batched[end] and not batched[other]
-    ]
+    faults = []
+    for (rank, number, _), (other, at, _) in partners.items():
+        if orders.ranks[rank][number].batched and not orders.ranks[other][at].batched:
+            here, there = place_of(orders, rank, number), place_of(orders, other, at)
+            text = f"{here}: in a batch on the group's communicator, and alone on the pair's at {there}"
+            faults.append(Fault("communicator", f"{text}; neither end finds the other"))
+    return faults
 
 
 def place_of(orders: Orders, rank: int, number: int) -> str:

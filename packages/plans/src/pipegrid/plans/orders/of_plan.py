@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
+from operator import attrgetter
 from typing import Literal, TypeAlias
 
 from attrs import evolve
@@ -39,14 +41,12 @@ def orders_of_plan(plan: Plan, *, lanes: Groups = "one", batched: bool = True, h
     """
     if not plan.has_communication and dataflow_of(plan).crossing:
         raise PlanError("a plan of computes has no messages; lower adds them")
-    rows = tuple(
-        tuple(_launches(plan, position, lanes, batched=batched, holds=holds)) for position in range(plan.num_positions)
-    )
+    launches = partial(_launches, plan, lanes=lanes, batched=batched, holds=holds)
     whole = (True,) * plan.num_positions
-    return Orders(rows, begins=whole, ends=whole)
+    return Orders(tuple(tuple(launches(position)) for position in range(plan.num_positions)), begins=whole, ends=whole)
 
 
-def _launches(plan: Plan, position: int, lanes: Groups, *, batched: bool, holds: bool) -> Iterator[Launch]:
+def _launches(plan: Plan, position: int, *, lanes: Groups, batched: bool, holds: bool) -> Iterator[Launch]:
     dataflow = dataflow_of(plan)
     routes = {
         (flow.edge, flow.direction, piece): flow.routes
@@ -54,15 +54,12 @@ def _launches(plan: Plan, position: int, lanes: Groups, *, batched: bool, holds:
         if flow.group is None
         for piece in (flow.pieces if dataflow.routed else (0,))
     }
-    came = {
-        way
-        for action in plan.actions(position)
-        if action.kind.is_receive or action.kind is ActionKind.COLLECTIVE
-        for way in ways_of(action)
-    }
+    comes = [a for a in plan.actions(position) if a.kind.is_receive or a.kind is ActionKind.COLLECTIVE]
+    came = {way for action in comes for way in ways_of(action)}
     calls: dict[str, int] = {}
-    used = Counter(lanes.values()) if isinstance(lanes, Mapping) else Counter[int]()
-    shared = {lane for lane in lanes if used[lanes[lane]] > 1} if isinstance(lanes, Mapping) else set[Lane]()
+    numbers = lanes if isinstance(lanes, Mapping) else {}
+    used = Counter(numbers.values())
+    shared = {lane for lane, number in numbers.items() if used[number] > 1}
 
     def meet(name: str, others: Iterable[int], label: str) -> Iterator[Message]:
         """The messages of a collective, from each of its members to each."""
@@ -114,12 +111,12 @@ def _needed(dataflow: Dataflow, action: Action, position: int, came: Iterable[_W
 def _along(action: Action, position: int, route: Iterable[tuple[int, int]], lanes: Groups) -> Iterator[Message]:
     """The messages of an action at a position, of those that go along its edge from position to position."""
     assert action.direction is not None
+    way: Literal["send", "receive"] = "send" if action.kind.is_send else "receive"
     for source, destination in route:
-        lane = Lane(source, destination, action.direction)
-        if action.kind.is_send and source == position:
-            yield Message("send", destination, label_of(action), _group_of(lane, lanes), lane)
-        elif action.kind.is_receive and destination == position:
-            yield Message("receive", source, label_of(action), _group_of(lane, lanes), lane)
+        own, peer = (source, destination) if way == "send" else (destination, source)
+        if own == position:
+            lane = Lane(source, destination, action.direction)
+            yield Message(way, peer, label_of(action), _group_of(lane, lanes), lane)
 
 
 def _in_calls(messages: Iterable[Message]) -> list[Message]:
@@ -127,11 +124,10 @@ def _in_calls(messages: Iterable[Message]) -> list[Message]:
     calls: dict[str, list[Message]] = {}
     for message in messages:
         calls.setdefault(message.group, []).append(message)
-    return [
-        message
-        for call in calls.values()
-        for message in (call if call[0].lane is None else sorted(call, key=lambda one: one.lane))  # type: ignore[arg-type, return-value]
-    ]
+    for call in calls.values():
+        if call[0].lane is not None:
+            call.sort(key=attrgetter("lane"))
+    return [message for call in calls.values() for message in call]
 
 
 def _group_of(lane: Lane, lanes: Groups) -> str:
@@ -154,9 +150,8 @@ def label_of(action: Action, otherwise: str = "") -> str:
 
 
 def _labelled(way: _Way, action: Action) -> str:
-    edge, direction = way
     part = "" if action.slice is None else f".{action.slice}"
-    return f"{direction.name.lower()} {edge} {action.microbatch}{part}"
+    return f"{way[1].name.lower()} {way[0]} {action.microbatch}{part}"
 
 
 def needs_of(action: Action, came: Iterable[_Way]) -> frozenset[str]:

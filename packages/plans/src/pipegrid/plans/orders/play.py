@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -84,17 +84,18 @@ def cycles(programs: Sequence[Program], at: Sequence[int]) -> list[list[tuple[Wa
         for position, program in enumerate(programs)
         if at[position] < len(program.operations)
     }
-    found = []
+    followed = {position: setters[wait.event].position for position, wait in stuck.items() if wait.event in setters}
+    return [[(stuck[one], setters[stuck[one].event]) for one in ring] for ring in rings(followed)]
+
+
+def rings(followed: Mapping[int, int]) -> Iterator[list[int]]:
+    """Of numbers that each lead to one other, those that come round to themselves; each is in one ring at most."""
     seen: set[int] = set()
-    for first in stuck:
+    for number in followed:
         way: list[int] = []
-        position = first
-        while position in stuck and position not in seen:
-            seen.add(position)
-            way.append(position)
-            setter = setters.get(stuck[position].event)
-            position = -1 if setter is None else setter.position
-        if position in way:
-            cycle = way[way.index(position) :]
-            found.append([(stuck[member], setters[stuck[member].event]) for member in cycle])
-    return found
+        while number in followed and number not in seen:
+            seen.add(number)
+            way.append(number)
+            number = followed[number]  # noqa: PLW2901
+        if number in way:
+            yield way[way.index(number) :]

@@ -21,23 +21,14 @@ from pipegrid.plans.orders.play import Program
 
 @define(eq=False)
 class Track:
-    """A program of a rank.
-
-    Attributes:
-        name: "host", "compute", or "communication" for a line.
-        line: the line, in words.
-        rank: whose it is.
-        program: what `play` plays.
-        launches: per step of the program, the number of its launch.
-        ends: per step, the ends of messages that start with it.
-    """
+    """A program of a rank; ``name``: "host", "compute", or "communication" for a ``line``."""
 
     name: str
     rank: int
     program: Program = Factory(Program)
-    launches: list[int] = Factory(list)
-    ends: list[Sequence[End]] = Factory(list)
-    line: str = ""
+    launches: list[int] = Factory(list)  # per step of the program, the number of its launch
+    ends: list[Sequence[End]] = Factory(list)  # per step, the ends of messages that start with it
+    line: str = ""  # in words
 
     def step(self, launch: int, operations: Sequence[int], ends: Sequence[End] = ()) -> None:
         """Add the operations of a launch; without any there is no step."""
@@ -48,21 +39,16 @@ class Track:
             self.ends.append(ends)
 
 
-def _line_of(model: OrderModel, rank: int, launch: Launch, message: Message, number: int) -> Hashable:
-    """The line that a message of a launch is on."""
+def _line_of(model: OrderModel, rank: int, launch: Launch, message: Message, number: int) -> tuple[str, Message | None]:
+    """The line that a message of a launch is on, in words; also the message that has one of its own."""
     kind = model.batched if launch.batched else model.lone
     if kind == "rank":
-        return ("rank",)
+        return "rank", None
     if kind == "group":
-        return ("group", message.group)
+        return f"group {message.group}", None
     if kind == "pair":
-        return ("pair", message.group, *sorted((rank, message.peer)))
-    return ("message", number, message)
-
-
-def _line_name(line: Hashable) -> str:
-    """A line in words: its kind, and whose it is."""
-    return " ".join(map(str, line[:-1] if line[0] == "message" else line)) if isinstance(line, tuple) else str(line)
+        return f"pair {message.group} {min(rank, message.peer)} {max(rank, message.peer)}", None
+    return f"message {number}", message
 
 
 def tracks_of(
@@ -74,8 +60,9 @@ def tracks_of(
     tracks: list[Track] = []
     joined = _joined(orders, partners) if model.connects else {}
     sending = ((rank, number) for (rank, number, _), message in ends_of(orders) if message.way == "send")
+    agree = any(launch.headers for launches in orders.ranks for launch in launches)
     # Of launches for which others wait: the shapes of their sends are known.
-    announced = {each: size + at for at, each in enumerate(dict.fromkeys(sending if _agree(orders) else ()))}
+    announced = {each: size + at for at, each in enumerate(dict.fromkeys(sending if agree else ()))}
     size += len(announced)
     for rank, launches in enumerate(orders.ranks):
         host, compute = Track("host", rank, line="host"), Track("compute", rank, line="compute")
@@ -93,36 +80,29 @@ def tracks_of(
                 continue
             if launch.is_compute:
                 inputs = [~received[label] for label in sorted(launch.needs) if label in received]
-                waits = [*inputs, *(~event for event in under_way.values())] if drains else inputs
+                waits: list[int] = []  # of the host
                 if model.host_waits or drains:
-                    host.step(number, [*waits, launched])
-                    inputs = []
+                    waits, inputs = [*inputs, *(~event for event in under_way.values() if drains)], []
                     under_way.clear()  # with drains, all of it has ended
-                else:
-                    host.step(number, [launched])
+                host.step(number, [*waits, launched])
                 compute.step(number, [~launched, *inputs, ended])
                 computed = ended
                 continue
-            sends = [
-                partners[rank, number, part][:2]
-                for part, message in enumerate(launch.messages)
-                if message.way == "receive" and message.label in launch.headers and (rank, number, part) in partners
-            ]
+            shaped = [one.way == "receive" and one.label in launch.headers for one in launch.messages]
+            ends_here = ((rank, number, part) for part, awaits in enumerate(shaped) if awaits)
+            sends = [partners[end][:2] for end in ends_here if end in partners]
             says = [announced[rank, number]] if (rank, number) in announced else []
             host.step(number, [*says, *(~announced[send] for send in sends), launched])
             for part, ends in enumerate(_parts(launch, model)):
                 message = launch.messages[ends[0]]
                 key = _line_of(model, rank, launch, message, number)
-                line = lines.setdefault(key, Track("communication", rank, line=_line_name(key)))
+                line = lines.setdefault(key, Track("communication", rank, line=key[0]))
                 done = ended if part == 0 else size
                 size += part > 0
                 before = [] if computed is None else [~computed]
                 own = [(rank, number, end) for end in ends]
-                others = [
-                    ~started[partners[end]]
-                    for end in own
-                    if end in partners and not (buffered and launch.messages[end[2]].way == "send")
-                ]
+                kept = {end for end in own if buffered and launch.messages[end[2]].way == "send"}
+                others = [~started[partners[end]] for end in own if end in partners and end not in kept]
                 others += [~started[end] for end in joined.get((rank, number, message.group), ()) if end not in own]
                 line.step(number, [~launched, *before, *(started[end] for end in own), *others, done], own)
                 under_way[line] = done
@@ -139,10 +119,6 @@ def tracks_of(
 
 _Part: TypeAlias = tuple[int, int, str]
 """The messages of a batch that go through one group: rank, launch, group."""
-
-
-def _agree(orders: Orders) -> bool:
-    return any(launch.headers for launches in orders.ranks for launch in launches)
 
 
 def _joined(orders: Orders, partners: dict[End, End]) -> dict[_Part, list[End]]:

@@ -13,18 +13,7 @@ from attrs import frozen
 from pipegrid.core.fields import nearest, shown
 from pipegrid.core.order import ORDER_MODELS, OrderModel
 from pipegrid.plans.errors import Fault, PlanError
-from pipegrid.plans.orders.ends import (
-    End,
-    crossed,
-    ends_alone,
-    ends_of,
-    late_messages,
-    on_two_communicators,
-    partners_of,
-    place_of,
-    unknown_peers,
-    with_later_ends,
-)
+from pipegrid.plans.orders.ends import End, ends_of, paired, place_of
 from pipegrid.plans.orders.orders import Orders
 from pipegrid.plans.orders.play import Wait, cycles, play
 from pipegrid.plans.orders.programs import Track, tracks_of
@@ -54,10 +43,8 @@ class OrderProof:
         sends = "if sends are buffered" if self.buffered else "even if sends block"
         drains = ", and if any compute waits for the whole device" if self.drains else ""
         outside = f" ({self.num_outside} with an end before the fragments)" if self.num_outside else ""
-        return (
-            f"{len(self.orders.ranks)} ranks, {self.num_messages} messages{outside}: no deadlock under "
-            f"{self.model.name} {sends}{drains}"
-        )
+        what = f"{len(self.orders.ranks)} ranks, {self.num_messages} messages{outside}"
+        return f"{what}: no deadlock under {self.model.name} {sends}{drains}"
 
 
 def model_named(order: OrderModel | str) -> OrderModel:
@@ -98,32 +85,18 @@ def prove_order(orders: Orders, order: OrderModel | str, *, buffered: bool = Fal
 
 @frozen
 class PlayedOrders:
-    """Orders that were played to their end, or until nothing went on.
+    """Orders that were played to their end, or until nothing went on."""
 
-    Attributes:
-        orders: with the ends that come after a fragment.
-        tracks: the programs of all ranks.
-        at: per program, the operations that it has completed.
-        alone: ends whose other end was launched before a fragment.
-        cycles: programs that wait for each other, each with what it waits for; none where all have ended.
-    """
-
-    orders: Orders
+    orders: Orders  # with the ends that come after a fragment
     tracks: Sequence[Track]
-    at: Sequence[int]
-    alone: Sequence[End]
-    cycles: Sequence[Sequence[tuple[Wait, Wait]]]
+    at: Sequence[int]  # per track, the operations that it has completed
+    alone: Sequence[End]  # whose other end was launched before a fragment
+    cycles: Sequence[Sequence[tuple[Wait, Wait]]]  # tracks that wait for each other; none where all have ended
 
 
 def play_orders(orders: Orders, model: OrderModel, *, buffered: bool = False, drains: bool = False) -> PlayedOrders:
     """Play orders, of which a cycle is no error here; arguments and other errors as in `prove_order`."""
-    faults = unknown_peers(orders) + late_messages(orders)
-    if not faults:
-        orders = with_later_ends(orders)
-        partners, alone = partners_of(orders)
-        faults = ends_alone(orders, alone) or crossed(orders, partners) or on_two_communicators(orders, model, partners)
-    if faults:
-        raise PlanError(f"the orders have {len(faults)} fault{'s' if len(faults) > 1 else ''}:", faults=faults)
+    orders, partners, alone = paired(orders, model)
     tracks, num_events = tracks_of(orders, model, partners, buffered=buffered, drains=drains)
     programs = [track.program for track in tracks]
     at = play(programs, num_events)
@@ -138,7 +111,6 @@ _SHOWN = 4  # launches in a row of an error
 
 def _standing(played: PlayedOrders) -> str:
     """The progress of each rank: what has ended, what is under way, and what is behind it."""
-    orders = played.orders
     launched, unended = set[tuple[int, int]](), set[tuple[int, int]]()
     for track, index in zip(played.tracks, played.at, strict=True):
         for number, end in zip(track.launches, track.program.ends, strict=True):
@@ -147,7 +119,7 @@ def _standing(played: PlayedOrders) -> str:
             elif track.name != "host" and index < end:
                 unended.add((track.rank, number))
     rows = []
-    for rank, launches in enumerate(orders.ranks):
+    for rank, launches in enumerate(played.orders.ranks):
         texts: dict[str, list[str]] = {"ended": [], "under way": [], "not launched": []}
         for number, launch in enumerate(launches):
             here = (rank, number)
@@ -155,13 +127,12 @@ def _standing(played: PlayedOrders) -> str:
             texts[state].append(launch.text)
         ended = texts["ended"]
         texts["ended"] = ["..."] * (len(ended) > _SHOWN) + ended[-_SHOWN:]
-        parts = [f"{state} {' '.join(_first(own)) or '-'}" for state, own in texts.items()]
+        parts = []
+        for state, own in texts.items():
+            cut = own if len(own) <= _SHOWN + 1 else [*own[:_SHOWN], "..."]
+            parts.append(f"{state} {' '.join(cut) or '-'}")
         rows.append(f"\n    rank {rank}: {' | '.join(parts)}")
     return "".join(rows)
-
-
-def _first(texts: Sequence[str]) -> Sequence[str]:
-    return texts if len(texts) <= _SHOWN + 1 else [*texts[:_SHOWN], "..."]
 
 
 def _cycle(played: PlayedOrders, cycle: Sequence[tuple[Wait, Wait]]) -> Fault:
@@ -177,11 +148,6 @@ def _cycle(played: PlayedOrders, cycle: Sequence[tuple[Wait, Wait]]) -> Fault:
         stuck = next(one for one, _ in cycle if one.position == setter.position)
         behind = "" if stuck.step == setter.step else f", which is behind {place(stuck)}"
         lines.append(f"\n      {place(wait)} waits for {place(setter)}{behind}")
-    ranks = {tracks[wait.position].rank for wait, _ in cycle}
-    return Fault("cycle", f"{_waiting(sorted(ranks))} in a cycle{''.join(lines)}")
-
-
-def _waiting(ranks: Sequence[int]) -> str:
-    if len(ranks) == 1:
-        return f"launches of rank {ranks[0]} wait for each other"
-    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]} wait for each other"
+    *others, last = sorted({tracks[wait.position].rank for wait, _ in cycle})
+    who = f"ranks {', '.join(map(str, others))} and {last}" if others else f"launches of rank {last}"
+    return Fault("cycle", f"{who} wait for each other in a cycle{''.join(lines)}")

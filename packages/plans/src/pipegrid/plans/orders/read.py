@@ -1,4 +1,4 @@
-"""Orders from JSON that any program can write, and from torch's CSV.
+"""Orders from JSON that any program can write, from torch's CSV, and from its schedule objects.
 
 A document has ``ranks``, per rank a list of steps, and optionally ``placement``, the rank of each stage (by default the
 rank that names the stage in a step of its own). ``"..."`` at the start or end of a list says that it is a fragment. A
@@ -30,7 +30,7 @@ from pipegrid.core.fields import Index, Name, checked
 from pipegrid.plans.errors import PlanError
 from pipegrid.plans.orders.of_plan import label_of, needs_of, ways_of
 from pipegrid.plans.orders.orders import Launch, Message, Orders
-from pipegrid.plans.plan import Action, from_csv, load_json, step_text
+from pipegrid.plans.plan import Action, Plan, from_csv, load_json, step_text
 from pipegrid.plans.plan.actions import parse_action
 from pipegrid.plans.plan.csv import awaited_by, with_peer
 from pipegrid.plans.plan.parts import parse_step
@@ -67,9 +67,8 @@ def orders_from_json(text: str) -> Orders:
         if not isinstance(row, list):
             raise _error(row, f"ranks[{rank}]", "a list of steps")
         begins, ends = row[:1] != [_CUT], row[1:][-1:] != [_CUT]
-        rows.append(
-            (list(_parsed(row[not begins : len(row) - (not ends)], f"ranks[{rank}]", not begins)), begins, ends)
-        )
+        own = row[not begins : len(row) - (not ends)]
+        rows.append((list(_parsed(own, f"ranks[{rank}]", not begins)), begins, ends))
     steps = [steps for steps, _, _ in rows]
     places = _placement(document.get("placement"), steps)
     return Orders(
@@ -154,12 +153,9 @@ def _named(step: Mapping[str, Any], path: str) -> Launch:
     if step.keys() <= {"compute", "needs"} and "compute" in step:
         needs: tuple[str, ...] = check(step.get("needs", ()), tuple[Name, ...], f"{path}.needs")
         return Launch(check(step["compute"], Name, f"{path}.compute"), needs=frozenset(needs))
-    way: Literal["send", "receive"]
-    if step.keys() >= {"send", "to"}:
-        way, rank = "send", "to"
-    elif step.keys() >= {"receive", "from"}:
-        way, rank = "receive", "from"
-    else:
+    way: Literal["send", "receive"] = "send" if "send" in step else "receive"
+    rank = "to" if way == "send" else "from"
+    if not step.keys() >= {way, rank}:
         raise _error(step, path, expected)
     if not step.keys() <= {way, rank, "group", "holds"} or not isinstance(step.get("holds", False), bool):
         raise _error(step, path, f'{expected}; a message may have "group", and "holds", which is true or false')
@@ -173,11 +169,10 @@ def _placement(given: Any, rows: Sequence[Iterable[_Step]]) -> Mapping[int, int]
     places: dict[int, int] = {}
     if given is not None:
         places = dict(enumerate(checked(given, tuple[Index, ...], "placement", partial(PlanError, path="placement"))))
-    for rank, steps in enumerate(rows):
-        for action in _actions(steps):
-            if places.setdefault(action.stage, rank) != rank:
-                text = f"{action} of rank {rank}: stage {action.stage} is on rank {places[action.stage]}"
-                raise PlanError(text, path=f"ranks[{rank}]")
+    for rank, action in ((rank, action) for rank, steps in enumerate(rows) for action in _actions(steps)):
+        if places.setdefault(action.stage, rank) != rank:
+            text = f"{action} of rank {rank}: stage {action.stage} is on rank {places[action.stage]}"
+            raise PlanError(text, path=f"ranks[{rank}]")
     return places
 
 
@@ -204,10 +199,8 @@ def _launches(steps: Sequence[_Step], places: Mapping[int, int], rank: int) -> I
             texts = [part.text if isinstance(part, Launch) else str(part) for part in step]
             messages = tuple(message for part in step for message in messages_of(part))
             if len(messages) < len(step):
-                raise PlanError(
-                    f"ranks[{rank}]: [{' '.join(texts)}] is no batch; messages are batched, and nothing else",
-                    path=f"ranks[{rank}]",
-                )
+                what = f"ranks[{rank}]: [{' '.join(texts)}] is no batch; messages are batched, and nothing else"
+                raise PlanError(what, path=f"ranks[{rank}]")
             yield Launch(f"[{' '.join(texts)}]", messages, batched=True)
         elif isinstance(step, Launch):
             yield step
@@ -217,3 +210,44 @@ def _launches(steps: Sequence[_Step], places: Mapping[int, int], rank: int) -> I
             yield Launch(str(step), messages)
         elif step.kind.is_compute:
             yield Launch(str(step), needs=needs_of(step, came))
+
+
+# ---- Schedule objects of torch
+
+
+def plan_of_torch(schedule: Any) -> Plan:
+    """The plan that a schedule object of torch 2.11 to 2.15 runs, with the messages that it has.
+
+    Those of torch 2.15 also wait for their sends (``4WAIT_SEND_F7``): `orders_of_torch` has these waits, a plan none.
+
+    Raises:
+        PlanError: it has no order that it runs. A schedule of one stage (`ScheduleGPipe`, `Schedule1F1B`) runs a loop
+            of its own, and keeps an order for pictures: take `gpipe` or `one_f_one_b`.
+        PlanSyntaxError: it has an action that plans do not have.
+    """
+    return from_csv(_csv_of_torch(schedule))
+
+
+def orders_of_torch(schedule: Any, *, batched: bool = True) -> Orders:
+    """The launches of each rank of a schedule object of torch on its one group, and where it waits for its sends.
+
+    torch launches each message alone; what is proved of batches of one (``batched``), whose lines are longer, holds of
+    these as well.
+
+    Raises:
+        PlanError: as `plan_of_torch`.
+    """
+    return orders_from_csv(_csv_of_torch(schedule), batched=batched)
+
+
+def _csv_of_torch(schedule: Any) -> str:
+    """The table that a schedule object runs."""
+    name = type(schedule).__name__
+    if any(base.__name__ == "PipelineScheduleSingle" for base in type(schedule).__mro__):
+        why = "runs a loop of its own, and its pipeline_order is for pictures"
+        raise PlanError(f"{name} {why}; take the plan of the same name")
+    table = getattr(schedule, "pipeline_order_with_comms", None) or getattr(schedule, "pipeline_order", None)
+    if not table:
+        raise PlanError(f"{name} tells no order; it has neither pipeline_order_with_comms nor pipeline_order")
+    rows = [",".join("" if action is None else str(action) for action in table[rank]) for rank in sorted(table)]
+    return "\n".join(rows) + "\n"

@@ -14,18 +14,8 @@ from pipegrid.core.edge import Direction, Edge
 from pipegrid.core.fields import Amount, Count, Index, Rule, checked, checked_arguments, instance
 from pipegrid.plans.errors import PlanError
 from pipegrid.plans.passes.sharding import Shard, sharded_stages, with_gathers
-from pipegrid.plans.plan import (
-    COMPUTES,
-    MESSAGE_KINDS,
-    Action,
-    ActionKind,
-    Group,
-    Plan,
-    Step,
-    for_microbatches,
-    for_piece,
-    require_plan,
-)
+from pipegrid.plans.plan import COMPUTES, MESSAGE_KINDS, Action, ActionKind, Group, Plan, Step, require_plan
+from pipegrid.plans.plan.actions import for_microbatches, for_piece
 from pipegrid.plans.plan.dataflow import Dataflow, EdgeFlow, dataflow_of, replicas_of
 from pipegrid.plans.simulate import Costs
 from pipegrid.plans.simulate.engine import Times, collector_paused, play
@@ -110,8 +100,7 @@ def lower(
     require_plan(plan)
     if any(action.kind not in COMPUTES for position in range(plan.num_positions) for action in plan.actions(position)):
         raise PlanError("the plan communicates or offloads already; lower takes a plan of computes alone")
-    groups = with_collectives(plan, {} if collectives is None else collectives)
-    groups += tied_groups(plan, {} if tied is None else tied)
+    groups = with_collectives(plan, collectives or {}) + tied_groups(plan, tied or {})
     with collector_paused():
         if groups != plan.groups:
             plan = evolve(plan, groups=groups)
@@ -213,7 +202,13 @@ def _held_back(plan: Plan, computes: Sequence[Sequence[Action]], start: Times, e
         consumers = [edge.destination for edge in plan.graph.stage_edges if edge.source == stage]
         if not consumers or any(len(plan.stages_at[place]) > 1 for place in plan.placement[stage]):
             continue
-        used = [_forward_dates(plan, consumer, computes, starts) for consumer in consumers]
+        used = []  # per consumer and microbatch, when it starts its forward
+        for consumer in consumers:
+            place, dates = plan.placement[consumer][0], [math.inf] * plan.num_microbatches
+            for action, date in zip(computes[place], starts[place], strict=True):
+                if action.kind is F and action.stage == consumer:
+                    dates[action.microbatch or 0] = min(date, dates[action.microbatch or 0])
+            used.append(dates)
         needed = [min(dates) for dates in zip(*used, strict=True)]
         for place in plan.placement[stage]:
             order = [action.microbatch or 0 for action in computes[place]]
@@ -227,37 +222,12 @@ def _held_back(plan: Plan, computes: Sequence[Sequence[Action]], start: Times, e
     return starts, ends
 
 
-def _forward_dates(
-    plan: Plan, stage: int, computes: Sequence[Sequence[Action]], starts: Sequence[Sequence[float]]
-) -> list[float]:
-    """Per microbatch, when ``stage`` starts its forward."""
-    place = plan.placement[stage][0]
-    dates = [math.inf] * plan.num_microbatches
-    for action, date in zip(computes[place], starts[place], strict=True):
-        if action.kind is F and action.stage == stage:
-            microbatch = action.microbatch or 0
-            dates[microbatch] = min(date, dates[microbatch])
-    return dates
-
-
 def _checked(duration: Callable[[Action], float], action: Action) -> float:
     return float(checked(duration(action), Amount, f"duration({action})", PlanError))
 
 
-_Event: TypeAlias = tuple[int, int, int, int]
-"""A transfer of one microbatch: its place in the line, that of its last maker, the number of its flow, microbatch.
-
-Plain tuples of numbers, as there are hundreds of thousands: the garbage collector does not visit those.
-"""
-
-
-def _events(line: _Line, flows: Sequence[EdgeFlow], receives: Receives) -> list[_Event]:
-    events: list[_Event] = []
-    for number, flow in enumerate(flows):
-        made = line.last(flow)
-        places = _late_places(line, flow, made) if receives == "late" else [place + 1 for place in made]
-        events += [(place, last, number, piece) for place, last, piece in zip(places, made, flow.pieces, strict=True)]
-    return events
+_Event: TypeAlias = tuple[int, int, int, int]  # plain tuples, which the garbage collector does not visit
+"""A transfer of one microbatch: its place in the line, that of its last maker, the number of its flow, microbatch."""
 
 
 def _late_places(line: _Line, flow: EdgeFlow, made: Sequence[int]) -> list[int]:
@@ -345,8 +315,12 @@ def _steps(plan: Plan, computes: Sequence[Sequence[Action]], line: _Line, receiv
     writers = [_Writer(own) for own in computes]
     count = plan.num_microbatches, plan.num_slices
     parties = [[_party(flow, place, writers[place], line, count) for place in flow.parties] for flow in flows]
-    events, members = _events(line, flows, receives), [flow.parties for flow in flows]
-    alone = [flow.group is not None for flow in flows]
+    events: list[_Event] = []
+    for number, flow in enumerate(flows):
+        made = line.last(flow)
+        at = _late_places(line, flow, made) if receives == "late" else [place + 1 for place in made]
+        events += [(place, last, number, piece) for place, last, piece in zip(at, made, flow.pieces, strict=True)]
+    members, alone = [flow.parties for flow in flows], [flow.group is not None for flow in flows]
     for action, places, last in _averages(plan, dataflow, computes, line):
         events.append((last + 1, last, len(parties), 0))
         parties.append([_Party(writers[place], line.at[place], frozenset(), [(action,)]) for place in places])
@@ -382,12 +356,8 @@ def _averages(
             continue
         for place in plan.placement[stage]:
             members = dataflow.groups[replicas_of(place)]
-            ends = [
-                at
-                for member in members
-                for action, at in zip(computes[member], line.at[member], strict=True)
-                if action.stage == stage
-            ]
+            done = (each for member in members for each in zip(computes[member], line.at[member], strict=True))
+            ends = [at for action, at in done if action.stage == stage]
             yield Action(ActionKind.REDUCE, stage), members, max(ends, default=0)
 
 
@@ -419,13 +389,10 @@ def _exchanges(
 
 
 def _party(flow: EdgeFlow, position: int, writer: _Writer, line: _Line, count: tuple[int, int]) -> _Party:
-    ends = []
-    if flow.group is not None:
-        ends = [Action(ActionKind.COLLECTIVE, flow.producer, 0, flow.edge, flow.group)]
-    else:
-        send, receive = MESSAGE_KINDS[flow.direction]
-        ends += [Action(send, flow.producer, 0, flow.edge)] if position in flow.senders else []
-        ends += [Action(receive, flow.consumer, 0, flow.edge)] if position in flow.receivers else []
+    send, receive = MESSAGE_KINDS[flow.direction]
+    ends = [] if flow.group is None else [Action(ActionKind.COLLECTIVE, flow.producer, 0, flow.edge, flow.group)]
+    ends += [Action(send, flow.producer, 0, flow.edge)] if position in flow.senders else []
+    ends += [Action(receive, flow.consumer, 0, flow.edge)] if position in flow.receivers else []
     actions: Mapping[int, tuple[Action, ...]] | Sequence[tuple[Action, ...]]
     if flow.pieces == range(math.prod(count)):
         actions = list(zip(*[for_microbatches(end, *count) for end in ends], strict=True))
@@ -470,14 +437,13 @@ def with_collectives(plan: Plan, collectives: Mapping[Edge, str]) -> tuple[Group
 
 def tied_groups(plan: Plan, tied: Mapping[str, Sequence[int]]) -> tuple[Group, ...]:
     """One group for each shared parameter: the positions of its stages."""
+    groups = []
     for name, stages in tied.items():
         for stage in checked(stages, tuple[Index, ...], f"tied[{name!r}]", PlanError):
             if stage >= plan.num_stages:
                 raise PlanError(f"tied {name!r} names stage {stage}; the plan has stages 0..{plan.num_stages - 1}")
-    return tuple(
-        Group(name, {place for stage in stages for place in plan.placement[stage]}, tied=stages)
-        for name, stages in tied.items()
-    )
+        groups.append(Group(name, {place for stage in stages for place in plan.placement[stage]}, tied=stages))
+    return tuple(groups)
 
 
 def reductions(position: int, plan: Plan, groups: Sequence[Group]) -> list[Step]:

@@ -43,11 +43,7 @@ def with_gathers(
 ) -> list[Step]:
     """The steps of a position with ``UNSHARD``, ``RESHARD`` and ``REDUCE_GRAD``, each right before a compute.
 
-    Args:
-        steps: computes and communication.
-        reduce: the sharded stages, and when their gradients are reduced.
-        forward_only: stages without gradients.
-        window: the most stages gathered at once.
+    ``reduce``: the sharded stages, and when their gradients are reduced. ``window``: the most stages gathered at once.
     """
     computes = [actions_of(step) for step in steps if actions_of(step)[0].kind.is_compute]
     uses = [(number, action) for number, step in enumerate(computes) for action in step if action.stage in reduce]
@@ -56,11 +52,9 @@ def with_gathers(
     after: list[list[Action]] = [[] for _ in range(len(computes) + 1)]  # after so many computes
     last = {action.stage: number for number, action in uses}
     for number, action in uses:
-        stage = action.stage
-        if stage in forward_only or action.kind not in _LAST_HALVES:
-            continue
-        ends = last[stage] == number
-        if ends or (reduce[stage] == "microbatch" and not action.slice):  # slice 0 has the last backward
+        stage, trains = action.stage, action.stage not in forward_only and action.kind in _LAST_HALVES
+        each = reduce[stage] == "microbatch" and not action.slice  # slice 0 has the last backward
+        if trains and (each or last[stage] == number):
             after[number + 1].append(Action(REDUCE_GRAD, stage))
     for number, freed, gathered in _swaps([(number, action.stage) for number, action in uses], window):
         after[number] += [Action(RESHARD, stage) for stage in freed] + [Action(UNSHARD, stage) for stage in gathered]
@@ -90,9 +84,8 @@ def _swaps(uses: Sequence[tuple[int, int]], window: int) -> list[tuple[int, list
             if len(gathered) == window:
                 free = [held for held, used in gathered.items() if used < number]  # not by the other half of a pair
                 if not free:
-                    raise PlanError(
-                        f"a pair computes two stages, and {window} may be gathered at once; prefetch one more"
-                    )
+                    what = f"a pair computes two stages, and {window} may be gathered at once"
+                    raise PlanError(f"{what}; prefetch one more")
                 victim = max(free, key=lambda held: coming[held][-1] if coming[held] else math.inf)
                 freed, place = [victim], gathered.pop(victim) + 1
             done = max(done, place)

@@ -300,13 +300,9 @@ def parse_action(token: str) -> Action:
     """Read one token, the inverse of ``str(action)``."""
     match = _TOKEN.fullmatch(token)
     if match is None:
-        raise PlanError(
-            f"{shown(token)} is not an action; write stage, kind, microbatch, then the peer of a message, "
-            "as in 3F7 or 3SEND_F7>4"
-        )
-    kind = ActionKind(match["kind"])
-    stage = int(match["stage"])
-    edge = None
+        form = "stage, kind, microbatch, then the peer of a message, as in 3F7 or 3SEND_F7>4"
+        raise PlanError(f"{shown(token)} is not an action; write {form}")
+    kind, stage, edge = ActionKind(match["kind"]), int(match["stage"]), None
     if match["peer"] is not None:
         wanted = "<" if kind.is_receive else ">"
         if match["way"] != wanted:
@@ -315,6 +311,5 @@ def parse_action(token: str) -> Action:
         # A gradient travels against its edge: its sender is the edge's destination.
         at_source = kind.is_at_source if kind.is_message else stage < peer
         edge = Edge(stage, peer) if at_source else Edge(peer, stage)
-    microbatch = None if match["microbatch"] is None else int(match["microbatch"])
-    part = None if match["slice"] is None else int(match["slice"])
+    microbatch, part = (None if number is None else int(number) for number in match.group("microbatch", "slice"))
     return Action(kind, stage, microbatch, edge, match["group"], part)

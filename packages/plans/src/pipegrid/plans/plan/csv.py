@@ -115,9 +115,9 @@ def from_csv(text: Text, *, num_microbatches: Count | None = None, num_stages: C
     """Read CSV, one row per position, written by `to_csv` or by torch.
 
     ``num_microbatches`` and ``num_stages`` (of a chain) bound the table; by default the table implies them. torch's
-    ``(4F5;3B0)OVERLAP_F_B`` is a pair. The waits of torch 2.15 for sends and
-    reductions (``4WAIT_SEND_F7``) are left out: a runtime waits for its sends by itself. By the rule of `verify` no
-    position goes on from a send before its receive, so its proof holds with them; `orders_from_csv` keeps them.
+    ``(4F5;3B0)OVERLAP_F_B`` is a pair. The waits of torch 2.15 for sends and reductions (``4WAIT_SEND_F7``) are left
+    out: a runtime waits for its sends by itself. By the rule of `verify` no position goes on from a send before its
+    receive, so its proof holds with them; `orders_from_csv` keeps them.
 
     Raises:
         PlanSyntaxError: line and column, what was found, what was expected.
@@ -141,25 +141,23 @@ def from_csv(text: Text, *, num_microbatches: Count | None = None, num_stages: C
 
 def _is_implied_by_its_table(plan: Plan) -> bool:
     """Whether the table of steps alone reads back to ``plan``: a chain in which every stage acts at home."""
-    count, stages = plan.num_microbatches, plan.num_stages
-    if plan.routes is not None:
-        return False
-    trains = False
-    forwards = set()
-    for position in range(plan.num_positions):
-        for action in plan.actions(position):
-            if not action.kind.is_compute or action.stage >= stages:
-                return False
-            if plan.placement[action.stage] != (position,) or (action.microbatch or 0) >= count:
-                return False
-            if action.kind is ActionKind.F:
-                forwards.add((action.stage, plan.piece_of(action)))
-            trains = trains or action.kind is not ActionKind.F
+    stages = plan.num_stages
+    acting = [(position, action) for position in range(plan.num_positions) for action in plan.actions(position)]
+    forwards = {(action.stage, plan.piece_of(action)) for _, action in acting if action.kind is ActionKind.F}
+    trains = any(action.kind is not ActionKind.F for _, action in acting)
     return (
-        plan.graph == chain(stages)
-        and len(forwards) == stages * plan.num_pieces
-        and plan.forward_only == (() if trains else tuple(range(stages)))
+        plan.routes is None
+        and plan.graph == chain(stages)
         and not plan.groups
+        and plan.forward_only == (() if trains else tuple(range(stages)))
+        and len(forwards) == stages * plan.num_pieces
+        and all(
+            action.kind in COMPUTES
+            and action.stage < stages
+            and plan.placement[action.stage] == (position,)
+            and (action.microbatch or 0) < plan.num_microbatches
+            for position, action in acting
+        )
     )
 
 
@@ -170,14 +168,13 @@ def _steps(line: str, line_number: int) -> Iterator[tuple[Token, list[Token]]]:
     for cell in line.split(","):
         for step, words in Token(cell, line_number, column).steps():
             actions = [evolve(word, text=with_peer(word.text)) for word in words]
-            awaited = awaited_by(step.text)
-            if awaited is None:
+            if (awaited := awaited_by(step.text)) is None:
                 under_way |= {action.text for action in actions}
                 yield step, actions
-            elif with_peer(awaited) in under_way:
-                under_way.remove(with_peer(awaited))
-            else:
+            elif with_peer(awaited) not in under_way:
                 raise step.error(f"{awaited} before it on the row, and one wait for it")
+            else:
+                under_way.remove(with_peer(awaited))
         column += len(cell) + 1
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
+from itertools import chain
 from typing import TypeAlias
 
 from attrs import field, frozen
@@ -112,9 +113,8 @@ class EdgeFlow:
 class Dataflow:
     """All flows of a plan, edges ascending, forward before backward.
 
-    ``F`` of a stage needs its `inputs` in direction forward. ``B`` and ``I`` need its own ``F`` and its `inputs` in
-    direction backward; ``W`` needs its ``I``. ``F`` gives the stage's `outputs` forward, ``B`` and ``I`` those
-    backward. All are of one microbatch; with routes, of the piece that `arriving` and `leaving` tell.
+    ``F`` of a stage needs what is `arriving` in direction forward. ``B`` and ``I`` need its own ``F`` and what is
+    arriving backward; ``W`` needs its ``I``. ``F`` gives what is `leaving` forward, ``B`` and ``I`` that backward.
 
     ``shared``: each stage that lies on several positions, with these positions (with routes, of each replica). Their
     ranks may communicate inside its computes (tensor or context parallelism across positions), so each compute of it
@@ -144,25 +144,18 @@ class Dataflow:
         """Whether replicas differ, so that what a compute needs depends on the unit."""
         return self.positions_each is not None
 
-    def inputs(self, stage: int, direction: Direction) -> tuple[EdgeFlow, ...]:
-        """Results of other stages that the stage's compute in ``direction`` needs."""
-        return self._by_end[1].get((stage, direction), ())
-
-    def outputs(self, stage: int, direction: Direction) -> tuple[EdgeFlow, ...]:
-        """Results that the stage's compute in ``direction`` gives to other stages."""
-        return self._by_end[0].get((stage, direction), ())
-
     def arriving(self, stage: int, direction: Direction, piece: int) -> Iterable[tuple[EdgeFlow, int]]:
         """The flows of which the stage's compute of ``piece`` needs data, each with the number of that."""
-        if self.routed:
-            return self._by_piece[1].get((stage, direction, piece), ())
-        return [(flow, piece) for flow in self.inputs(stage, direction)]
+        return self._at(1, stage, direction, piece)
 
     def leaving(self, stage: int, direction: Direction, piece: int) -> Iterable[tuple[EdgeFlow, int]]:
         """The flows to which the stage's compute of ``piece`` gives data, each with the number of that."""
+        return self._at(0, stage, direction, piece)
+
+    def _at(self, end: int, stage: int, direction: Direction, piece: int) -> Iterable[tuple[EdgeFlow, int]]:
         if self.routed:
-            return self._by_piece[0].get((stage, direction, piece), ())
-        return [(flow, piece) for flow in self.outputs(stage, direction)]
+            return self._by_end[end].get((stage, direction, piece), ())
+        return [(flow, piece) for flow, _ in self._by_end[end].get((stage, direction, 0), ())]
 
     def together(self, stage: int, position: int) -> tuple[int, ...]:
         """The positions that compute ``stage`` together with ``position``; empty where it does so alone."""
@@ -176,19 +169,11 @@ class Dataflow:
         return action.group
 
     @cached_property
-    def _by_end(self) -> tuple[dict[tuple[int, Direction], tuple[EdgeFlow, ...]], ...]:
-        ends: tuple[dict[tuple[int, Direction], tuple[EdgeFlow, ...]], ...] = ({}, {})
-        for flow in self.flows:
-            for table, stage in zip(ends, (flow.producer, flow.consumer), strict=True):
-                key = (stage, flow.direction)
-                table[key] = (*table.get(key, ()), flow)
-        return ends
-
-    @cached_property
-    def _by_piece(self) -> tuple[dict[tuple[int, Direction, int], list[tuple[EdgeFlow, int]]], ...]:
+    def _by_end(self) -> tuple[dict[tuple[int, Direction, int], list[tuple[EdgeFlow, int]]], ...]:
+        """By producer, then by consumer: stage, direction and piece, which without routes is 0 for all."""
         ends: tuple[dict[tuple[int, Direction, int], list[tuple[EdgeFlow, int]]], ...] = ({}, {})
         for flow in self.flows:
-            for piece in flow.pieces:
+            for piece in flow.pieces if self.routed else (0,):
                 made = {one for source in flow.sources for one in flow.makers(piece, source)}
                 used = {one for destination in flow.destinations for one in flow.users(piece, destination)}
                 for table, stage, numbers in zip(ends, (flow.producer, flow.consumer), (made, used), strict=True):
@@ -240,7 +225,12 @@ def _routed(plan: Plan, routes: Routes) -> Dataflow:
     for edge in plan.graph.stage_edges:
         # By links and piece, the calls that are served, per position.
         alike: dict[Links, dict[int, dict[int, tuple[int, ...]]]] = defaultdict(dict)
-        for call, calls in _served(plan, routes, edge):
+        (module, _), (fed, _) = plan.graph.module_of(edge.source), plan.graph.module_of(edge.destination)
+        for call in routes.calls(module):
+            passing = [unit for unit in routes.served(call, module) if not routes.skips_module(unit, fed)]
+            if not passing:
+                continue
+            calls = [call] if module == fed else sorted({routes.call(unit, fed) for unit in passing})
             places, replicas = plan.placement[edge.destination], defaultdict[int, list[int]](list)
             for other in calls:
                 replicas[routes.of(other, edge.destination)].append(other)
@@ -266,21 +256,9 @@ def _routed(plan: Plan, routes: Routes) -> Dataflow:
     ]
     groups = {group.name: plan.living(group.positions) for group in plan.groups}
     if plan.num_replicas > 1:
-        trained = {
-            place for stage, places in enumerate(plan.placement) for place in places if stage not in plan.forward_only
-        }
-        groups |= {replicas_of(place): plan.living([place]) for place in sorted(trained)}
+        trained = (places for stage, places in enumerate(plan.placement) if stage not in plan.forward_only)
+        groups |= {replicas_of(place): plan.living([place]) for place in sorted(set(chain.from_iterable(trained)))}
     return Dataflow(tuple(flows), tuple(shared), groups, plan.positions_each)
-
-
-def _served(plan: Plan, routes: Routes, edge: Edge) -> Iterable[tuple[int, list[int]]]:
-    """Per call of an edge's source that has any: the calls of its destination which need its result."""
-    (source, _), (destination, _) = plan.graph.module_of(edge.source), plan.graph.module_of(edge.destination)
-    for call in routes.calls(source):
-        passing = [unit for unit in routes.served(call, source) if not routes.skips_module(unit, destination)]
-        if passing:
-            within = source == destination
-            yield call, [call] if within else sorted({routes.call(unit, destination) for unit in passing})
 
 
 def default_creation(plan: Plan) -> tuple[tuple[Lane | str, ...], ...]:

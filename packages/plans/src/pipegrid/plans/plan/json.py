@@ -21,10 +21,10 @@ from pipegrid.core.fields import Count, checked, shown
 from pipegrid.core.strict_json import exactly, first_fault, read_json
 from pipegrid.plans.errors import PlanError, PlanSyntaxError
 from pipegrid.plans.plan.actions import Action, parse_action
-from pipegrid.plans.plan.header import check_extent, expectation, module_graph
 from pipegrid.plans.plan.parts import Group, Step, Text, as_step, is_pair, parse_edge, parse_step, step_text
 from pipegrid.plans.plan.plan import Plan, require_placed, require_plan
 from pipegrid.plans.plan.routes_text import routes_document, routes_from_document
+from pipegrid.plans.plan.text import check_extent, expectation, module_graph
 
 if TYPE_CHECKING:
     from cattrs import Converter

@@ -96,9 +96,8 @@ def as_positions(value: Iterable[Iterable[Action | Iterable[Action]]]) -> tuple[
     try:
         return tuple(tuple([step if type(step) is Action else as_step(step) for step in steps]) for steps in value)
     except TypeError:
-        raise PlanError(
-            f"positions is {shown(value)}; it must be a list with the steps of each position", path="positions"
-        ) from None
+        what = f"positions is {shown(value)}; it must be a list with the steps of each position"
+        raise PlanError(what, path="positions") from None
 
 
 _PAIRS = ((ActionKind.F, ActionKind.B), (ActionKind.F, ActionKind.I))
@@ -115,10 +114,10 @@ def as_step(step: Action | Iterable[Action], *, paired: bool | None = None) -> S
     if len(batch) == 1:
         return batch[0]
     if not (batched and not paired) and (paired is False or tuple([action.kind for action in batch]) not in _PAIRS):
-        raise PlanError(
-            f"[{' '.join(map(str, batch))}] is no batch; messages and collectives are batched, and nothing else; a "
-            "pair is a forward and a B or I, as in (3F7;1B4)"
+        rule = (
+            "messages and collectives are batched, and nothing else; a pair is a forward and a B or I, as in (3F7;1B4)"
         )
+        raise PlanError(f"[{' '.join(map(str, batch))}] is no batch; {rule}")
     return batch
 
 
@@ -196,9 +195,8 @@ class Token:
             step = self.within(match[0], match.start())
             if match[1] is not None:
                 yield step, [self.within(match[part], match.start(part)) for part in (1, 2)]
-                continue
-            words = re.finditer(r"[^\s\[\]]+", match[0])
-            yield step, [step.within(word[0], word.start()) for word in words]
+            else:
+                yield step, [step.within(word[0], word.start()) for word in re.finditer(r"[^\s\[\]]+", match[0])]
 
     def action(self) -> Action:
         """This token as an action."""

@@ -155,11 +155,8 @@ class Plan:
     @cached_property
     def has_communication(self) -> bool:
         """Whether any action is a communication; a plan of computes alone has none."""
-        return any(
-            (step if isinstance(step, Action) else step[0]).kind.is_communication
-            for steps in self.positions
-            for step in steps
-        )
+        firsts = (step if isinstance(step, Action) else step[0] for steps in self.positions for step in steps)
+        return any(action.kind.is_communication for action in firsts)
 
     @cached_property
     def pairs(self) -> tuple[frozenset[int], ...]:
@@ -191,9 +188,7 @@ class Plan:
     def gradient_edges(self) -> frozenset[Edge]:
         """The edges along which a gradient travels back."""
         without = set(self.forward_only)
-        return frozenset(
-            edge for edge in self.graph.stage_edges if edge.source not in without and edge.destination not in without
-        )
+        return frozenset(edge for edge in self.graph.stage_edges if without.isdisjoint((edge.source, edge.destination)))
 
     @cached_property
     def collective_edges(self) -> dict[Edge, str]:
@@ -252,11 +247,8 @@ def require_graph(graph: object, *, error: type[Exception] = PlanError) -> None:
 def require_placed(placement: Sequence[object], graph: ModuleGraph) -> None:
     """Raise unless ``placement`` has an entry for each stage of ``graph``."""
     if len(placement) != graph.num_stages:
-        raise PlanError(
-            f"the placement covers {len(placement)} stages and the graph has {graph.num_stages}; give the position of "
-            "every stage",
-            path="placement",
-        )
+        what = f"the placement covers {len(placement)} stages and the graph has {graph.num_stages}"
+        raise PlanError(f"{what}; give the position of every stage", path="placement")
 
 
 def require_position(position: object, plan: Plan) -> None:
@@ -285,11 +277,8 @@ def _check_stages(plan: Plan) -> None:
     for stage in stages:
         after = [edge.destination for edge in plan.graph.stage_edges if edge.source == stage]
         if stage not in plan.forward_only and after and all(other in plan.forward_only for other in after):
-            raise PlanError(
-                f"stage {stage} is trained, but all stages that it feeds ({', '.join(map(str, after))}) are "
-                "forward_only, so no gradient comes back to it",
-                path="forward_only",
-            )
+            what = f"stage {stage} is trained, but all stages that it feeds ({', '.join(map(str, after))})"
+            raise PlanError(f"{what} are forward_only, so no gradient comes back to it", path="forward_only")
 
 
 def _check_groups(plan: Plan) -> None:
@@ -310,11 +299,8 @@ def _check_groups(plan: Plan) -> None:
         tied, joined = ({place for stage in stages for place in plan.placement[stage]} for stages in (group.tied, ends))
         # A position without a tied stage has nothing to reduce; one beside those of an edge only joins the call.
         if not tied | joined <= {*group.positions} <= (tied or {*group.positions}):
-            raise PlanError(
-                f"{what} has positions {list(group.positions)}; its {'tied ' if tied else ''}stages lie on "
-                f"{sorted(tied or joined)}",
-                path=f"{path}.positions",
-            )
+            lie = f"its {'tied ' if tied else ''}stages lie on {sorted(tied or joined)}"
+            raise PlanError(f"{what} has positions {list(group.positions)}; {lie}", path=f"{path}.positions")
 
 
 def _check_routed(plan: Plan) -> None:
@@ -326,36 +312,28 @@ def _check_routed(plan: Plan) -> None:
     if orders % count:
         raise PlanError(f"{orders} orders are not those of {count} replicas; give one per actor", path="positions")
     if plan.num_microbatches != routes.num_units:
-        raise PlanError(
-            f"there are {plan.num_microbatches} microbatches; the routes have {routes.num_units} units",
-            path="microbatches",
-        )
+        what = f"there are {plan.num_microbatches} microbatches; the routes have {routes.num_units} units"
+        raise PlanError(what, path="microbatches")
     check_routes(routes, plan.graph, plan.placement, forward_only=plan.forward_only)
     if plan.num_slices > 1:
         raise PlanError(f"microbatches are cut into {plan.num_slices} slices; routes are of whole ones", path="slices")
     for number, group in enumerate(plan.groups):
         if group.edges:
-            raise PlanError(
-                f"group {group.name!r} carries edges {', '.join(map(str, group.edges))}; with routes, data is sent",
-                path=f"groups[{number}].edges",
-            )
+            what = f"group {group.name!r} carries edges {', '.join(map(str, group.edges))}"
+            raise PlanError(f"{what}; with routes, data is sent", path=f"groups[{number}].edges")
     for position, steps in enumerate(plan.positions):
         for step in steps:
             if isinstance(step, Action) and (step.kind in SHARDING or step.kind in OFFLOADING):
-                raise PlanError(
-                    f"actor {position} has {step}; a plan with routes neither gathers parameters nor offloads",
-                    path="positions",
-                )
+                what = f"actor {position} has {step}; a plan with routes neither gathers parameters nor offloads"
+                raise PlanError(what, path="positions")
 
 
 def _check_slices(plan: Plan) -> None:
     """Raise unless microbatches are cut over a single module, and every action of one names a slice."""
     count = plan.num_slices
     if count > 1 and len(plan.graph.modules) > 1:
-        raise PlanError(
-            f"microbatches of modules {', '.join(plan.graph.order)} are cut into {count} slices; slices are for one",
-            path="slices",
-        )
+        what = f"microbatches of modules {', '.join(plan.graph.order)} are cut into {count} slices"
+        raise PlanError(f"{what}; slices are for one", path="slices")
     if count == 1 and not _names_slices(plan):
         return
     slices = range(count) if count > 1 else (None,)
@@ -391,9 +369,7 @@ def to_text(plan: Plan) -> str:
     """The plan as text; `from_text` reads it back to an equal plan."""
     require_plan(plan)
     width = len(str(plan.num_positions - 1))
-    rows = [
-        " ".join([f"{position:>{width}}:", *map(step_text, steps)]) for position, steps in enumerate(plan.positions)
-    ]
+    rows = [" ".join([f"{place:>{width}}:", *map(step_text, steps)]) for place, steps in enumerate(plan.positions)]
     return "\n".join([*header_lines(plan), *rows]) + "\n"
 
 
@@ -416,9 +392,5 @@ def header_lines(plan: Plan) -> list[str]:
 
 
 def _group_line(group: Group) -> str:
-    line = f"group {group.name} {','.join(map(str, group.positions))}"
-    if group.edges:
-        line += f" edges {','.join(map(str, group.edges))}"
-    if group.tied:
-        line += f" tied {','.join(map(str, group.tied))}"
-    return line
+    parts = (group.name, group.positions), ("edges", group.edges), ("tied", group.tied)
+    return " ".join(["group", *(f"{word} {','.join(map(str, items))}" for word, items in parts if items)])

@@ -65,28 +65,22 @@ def _moves(value: Any) -> tuple[Move, ...]:
     return tuple(sorted(value))
 
 
+def _by_module(pairs: Mapping[str, Any], rule: Any, what: str) -> list[tuple[str, Any]]:
+    return [
+        (checked(name, Name, f"a module of {what}", PlanError), checked(given, rule, f"{what}[{name!r}]", PlanError))
+        for name, given in sorted(pairs.items())
+    ]
+
+
 def _skips(value: Any) -> tuple[tuple[str, Units], ...]:
     """Per module, ascending by name, the units that skip it; without modules that no unit skips."""
-    pairs = dict(value.items() if isinstance(value, Mapping) else value)
-    what = "Routes.skips"
-    return tuple(
-        (
-            checked(name, Name, f"a module of {what}", PlanError),
-            tuple(sorted(set(checked(tuple(units), Units, f"{what}[{name!r}]", PlanError)))),
-        )
-        for name, units in sorted(pairs.items())
-        if tuple(units)
-    )
+    given = {name: tuple(units) for name, units in dict(value).items() if tuple(units)}
+    return tuple((name, tuple(sorted(set(units)))) for name, units in _by_module(given, Units, "Routes.skips"))
 
 
 def _every(value: Any) -> tuple[tuple[str, int], ...]:
     """Per module, ascending by name, the units of a call; without modules that are called for each unit."""
-    pairs = dict(value.items() if isinstance(value, Mapping) else value)
-    found = [
-        (checked(name, Name, "a module of every", PlanError), checked(count, Count, f"every[{name!r}]", PlanError))
-        for name, count in sorted(pairs.items())
-    ]
-    return tuple((name, count) for name, count in found if count > 1)
+    return tuple((name, count) for name, count in _by_module(dict(value), Count, "every") if count > 1)
 
 
 def _actors(value: Iterable[Actor]) -> tuple[Actor, ...]:
@@ -127,27 +121,24 @@ class Routes:
             raise PlanError(f"the replicas have {list(self.units)} units; give at least one", path="routes.units")
         for name, units in self.skips:
             for unit in units:
-                self._require_unit(unit, f"module {name!r} is skipped by", "routes.skips")
+                self._require(unit, "unit", f"module {name!r} is skipped by unit", "routes.skips")
         routed: dict[tuple[int, int], int] = {}
         for move in self.moves:
-            self._require_unit(move.unit, "a move names", "routes.moves")
+            self._require(move.unit, "unit", "a move names unit", "routes.moves")
             what = f"stage {move.stage} of unit {self.name(move.unit)} moves to replica"
-            self._require_replica(move.replica, what, "routes.moves")
+            self._require(move.replica, "replica", what, "routes.moves")
             other = routed.setdefault((move.unit, move.stage), move.replica)
             if other != move.replica:
                 raise PlanError(f"{what} {other} and {move.replica}; give one", path="routes.moves")
         for actor in self.dead:
-            self._require_replica(actor.replica, f"actor {actor} is of replica", "routes.dead")
+            self._require(actor.replica, "replica", f"actor {actor} is of replica", "routes.dead")
         away = {Move(stage, unit, to) for (unit, stage), to in routed.items() if to != self.home(unit)}
         object.__setattr__(self, "moves", tuple(sorted(away)))
 
-    def _require_unit(self, unit: int, what: str, path: str) -> None:
-        if unit >= self.num_units:
-            raise PlanError(f"{what} unit {unit}; units are 0..{self.num_units - 1}", path=path)
-
-    def _require_replica(self, replica: int, what: str, path: str) -> None:
-        if replica >= self.num_replicas:
-            raise PlanError(f"{what} {replica}; replicas are 0..{self.num_replicas - 1}", path=path)
+    def _require(self, number: int, kind: str, what: str, path: str) -> None:
+        count = self.num_units if kind == "unit" else self.num_replicas
+        if number >= count:
+            raise PlanError(f"{what} {number}; {kind}s are 0..{count - 1}", path=path)
 
     @classmethod
     def identity(cls, num_replicas: int, num_microbatches: int) -> Routes:
@@ -245,11 +236,8 @@ class Routes:
 
     def living(self, position: int) -> tuple[int, ...]:
         """The replicas in which ``position`` takes part, ascending."""
-        return tuple([r for r in range(self.num_replicas) if Actor(position, r) not in self._dead])
-
-    @cached_property
-    def _dead(self) -> frozenset[Actor]:
-        return frozenset(self.dead)
+        dead = {actor.replica for actor in self.dead if actor.position == position}
+        return tuple([replica for replica in range(self.num_replicas) if replica not in dead])
 
     def lines(self) -> Iterator[str]:
         """The routes as lines of text, which `from_text` of a plan and `routes_from_text` read."""

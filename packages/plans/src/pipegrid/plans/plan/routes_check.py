@@ -23,8 +23,8 @@ def check_routes(
     Raises:
         PlanError: a part that does not fit, with its path (``routes.moves``, ...).
     """
-    for what, path in ((routes.skips, "routes.skips"), (routes.every, "routes.every")):
-        for name, _ in what:
+    for named, path in ((routes.skips, "routes.skips"), (routes.every, "routes.every")):
+        for name, _ in named:
             if name not in graph.order:
                 raise PlanError(f"{path} names module {name!r}; the graph has {list(graph.order)}", path=path)
     _check_calls(routes, graph)
@@ -34,10 +34,8 @@ def check_routes(
     num_positions = 1 + max(max(places) for places in placement)
     for actor in routes.dead:
         if actor.position >= num_positions:
-            raise PlanError(
-                f"actor {actor} is of position {actor.position}; a replica has positions 0..{num_positions - 1}",
-                path="routes.dead",
-            )
+            what = f"actor {actor} is of position {actor.position}; a replica has positions 0..{num_positions - 1}"
+            raise PlanError(what, path="routes.dead")
     _check_living(routes, graph, placement)
 
 
@@ -46,18 +44,13 @@ def _check_calls(routes: Routes, graph: ModuleGraph) -> None:
     every = dict(routes.every)
     for module, count in routes.every:
         if all(source != module for source, _ in graph.edges):
-            raise PlanError(
-                f"a call of {module!r} serves {count} units, and feeds no module; it is called for each",
-                path="routes.every",
-            )
+            what = f"a call of {module!r} serves {count} units, and feeds no module"
+            raise PlanError(f"{what}; it is called for each", path="routes.every")
     for source, destination in graph.edges:
         here, there = every.get(source, 1), every.get(destination, 1)
         if here % there:
-            raise PlanError(
-                f"a call of {source!r} serves {here} units, and one of {destination!r}, which it feeds, {there}; the "
-                "first must be a multiple of the second",
-                path="routes.every",
-            )
+            what = f"a call of {source!r} serves {here} units, and one of {destination!r}, which it feeds, {there}"
+            raise PlanError(f"{what}; the first must be a multiple of the second", path="routes.every")
 
 
 def _check_skips(routes: Routes, graph: ModuleGraph, unit: int, forward_only: Collection[int]) -> None:
@@ -69,17 +62,12 @@ def _check_skips(routes: Routes, graph: ModuleGraph, unit: int, forward_only: Co
         after = [destination for source, destination in graph.edges if source == module]
         left = [other for other in after if other in passed]
         if after and not left:
-            raise PlanError(
-                f"unit {name} passes through {module!r} and skips all that it feeds ({', '.join(after)}); skip it too",
-                path="routes.skips",
-            )
+            what = f"unit {name} passes through {module!r} and skips all that it feeds ({', '.join(after)})"
+            raise PlanError(f"{what}; skip it too", path="routes.skips")
         trained = graph.stage(module, -1) not in forward_only
         if trained and after and all(graph.stage(other, 0) in forward_only for other in left):
-            raise PlanError(
-                f"unit {name} passes through {module!r}, which is trained, and on to {', '.join(left)}, which give no "
-                "gradient back",
-                path="routes.skips",
-            )
+            what = f"unit {name} passes through {module!r}, which is trained, and on to {', '.join(left)}"
+            raise PlanError(f"{what}, which give no gradient back", path="routes.skips")
 
 
 def _check_moves(routes: Routes, graph: ModuleGraph) -> None:
@@ -91,11 +79,8 @@ def _check_moves(routes: Routes, graph: ModuleGraph) -> None:
             raise PlanError(f"a move names stage {move.stage}; the graph has {stages}", path="routes.moves")
         module, _ = graph.module_of(move.stage)
         if move.unit not in calls[module]:
-            raise PlanError(
-                f"stage {move.stage} of unit {routes.name(move.unit)} moves to replica {move.replica}, and no call of "
-                f"{module!r} begins with that unit",
-                path="routes.moves",
-            )
+            what = f"stage {move.stage} of unit {routes.name(move.unit)} moves to replica {move.replica}"
+            raise PlanError(f"{what}, and no call of {module!r} begins with that unit", path="routes.moves")
 
 
 def _check_living(routes: Routes, graph: ModuleGraph, placement: Sequence[Sequence[int]]) -> None:
@@ -107,8 +92,5 @@ def _check_living(routes: Routes, graph: ModuleGraph, placement: Sequence[Sequen
             replica = routes.of(unit, stage)
             for place in places:
                 if (place, replica) in dead:
-                    raise PlanError(
-                        f"stage {stage} of unit {routes.name(unit)} is computed by actor {dead[place, replica]}, which "
-                        "is dead; move it",
-                        path="routes.moves",
-                    )
+                    what = f"stage {stage} of unit {routes.name(unit)} is computed by actor {dead[place, replica]}"
+                    raise PlanError(f"{what}, which is dead; move it", path="routes.moves")

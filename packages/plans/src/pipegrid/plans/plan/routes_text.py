@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -33,12 +34,11 @@ _NUMBER = re.compile(r"(\d{1,9})", re.ASCII)
 _PAIR = re.compile(_AT, re.ASCII)
 _MOVE = re.compile(rf"{_AT}>(\d{{1,9}})", re.ASCII)
 _MODULE = re.compile(rf'({QUOTED}|[^"]+)', re.ASCII)
-_UNIT = "a unit as microbatch@replica, such as 3@1"
-LINES = {  # per keyword: the form of its first word and of the others, how an error describes each, where it may repeat
-    "units": (_NUMBER, "a number of units", _NUMBER, "a number of units"),
-    "dead": (_PAIR, "an actor as position@replica, such as 1@0", _PAIR, "an actor as position@replica, such as 1@0"),
+LINES = {  # per keyword: the form of its first word and of the others, and how an error describes each
+    "units": 2 * (_NUMBER, "a number of units"),
+    "dead": 2 * (_PAIR, "an actor as position@replica, such as 1@0"),
     "move": (_NUMBER, "a stage", _MOVE, "a unit and the replica it goes to, such as 3@1>0"),
-    "skip": (_MODULE, "a module", _PAIR, _UNIT),
+    "skip": (_MODULE, "a module", _PAIR, "a unit as microbatch@replica, such as 3@1"),
     "every": (_MODULE, "a module", _NUMBER, "the units of a call"),
 }
 _FIELDS = {"units": "units", "dead": "dead", "move": "moves", "skip": "skips", "every": "every"}
@@ -83,36 +83,19 @@ class RoutesReader:
         def unit(match: re.Match[str]) -> int:
             return plain.unit(int(match[2]), int(match[1]))
 
-        return Routes(
-            plain.units,
-            moves=[
-                Move(int(stage[1]), unit(word), int(word[3]))
-                for stage, words in self.words.get("move", ())
-                for word in words
-            ],
-            skips=_joined([(read_name(name[1]), [*map(unit, words)]) for name, words in self.words.get("skip", ())]),
-            every=_once([(read_name(name[1]), int(word[1])) for name, (word,) in self.words.get("every", ())]),
-            dead=[
-                Actor(int(match[1]), int(match[2]))
-                for first, rest in self.words.get("dead", ())
-                for match in (first, *rest)
-            ],
-        )
-
-
-def _joined(pairs: list[tuple[str, list[int]]]) -> dict[str, list[int]]:
-    found: dict[str, list[int]] = {}
-    for name, units in pairs:
-        found.setdefault(name, []).extend(units)
-    return found
-
-
-def _once(pairs: list[tuple[str, int]]) -> dict[str, int]:
-    found: dict[str, int] = {}
-    for name, count in pairs:
-        if found.setdefault(name, count) != count:
-            raise PlanError(f"every {name!r} is {found[name]} and {count}; give one", path="routes.every")
-    return found
+        moved = [(stage, word) for stage, words in self.words.get("move", ()) for word in words]
+        moves = [Move(int(stage[1]), unit(word), int(word[3])) for stage, word in moved]
+        skips: dict[str, list[int]] = defaultdict(list)
+        for name, words in self.words.get("skip", ()):
+            skips[read_name(name[1])] += map(unit, words)
+        every: dict[str, int] = {}
+        for name, (word,) in self.words.get("every", ()):
+            module, count = read_name(name[1]), int(word[1])
+            if every.setdefault(module, count) != count:
+                raise PlanError(f"every {module!r} is {every[module]} and {count}; give one", path="routes.every")
+        dead = [match for first, rest in self.words.get("dead", ()) for match in (first, *rest)]
+        actors = [Actor(int(match[1]), int(match[2])) for match in dead]
+        return Routes(plain.units, moves=moves, skips=skips, every=every, dead=actors)
 
 
 def routes_from_text(text: str) -> Routes:

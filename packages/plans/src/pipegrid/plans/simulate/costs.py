@@ -96,10 +96,7 @@ Share: TypeAlias = Annotated[float, _SHARE]
 """A part of a whole."""
 PerStage: TypeAlias = Annotated[float | Sequence[float], _per_stage(number())]
 """One number for every stage, or one per stage."""
-PerEdge: TypeAlias = Annotated[
-    float | Mapping[Edge, float] | Sequence[tuple[Edge, float]],
-    _per_edge(number()),
-]
+PerEdge: TypeAlias = Annotated[float | Mapping[Edge, float] | Sequence[tuple[Edge, float]], _per_edge(number())]
 """One number for every edge, or one per edge."""
 PerSlice: TypeAlias = tuple[Annotated[float, number(above=0.0)], ...]
 
@@ -108,10 +105,10 @@ PER_STAGE = (
     *("UNSHARD", "REDUCE_GRAD", "parameters", "hidden"),
 )
 PER_EDGE = ("latency", "bandwidth", "message")
-StageCost: TypeAlias = Annotated[str, _one_of(PER_STAGE)]
-EdgeCost: TypeAlias = Annotated[str, _one_of((*PER_EDGE, "kept"))]
 _SHARES = ("F", "I", "W", "B", "activation", "UNSHARD", "REDUCE_GRAD", "parameters", "hidden")
 """Costs of which a stage has its share of the model."""
+StageCost: TypeAlias = Annotated[str, _one_of(PER_STAGE)]
+EdgeCost: TypeAlias = Annotated[str, _one_of((*PER_EDGE, "kept"))]
 
 
 @frozen(field_transformer=checked_fields(CostsError))
@@ -254,10 +251,8 @@ class Costs:
             value = getattr(self, name)
             given = {edge for edge, _ in value} if isinstance(value, tuple) else wanted
             if given != wanted and (name != "kept" or given - wanted):
-                raise OtherCutError(
-                    f"{name} is given per edge; a model cut anew has other edges ({_listed(wanted)}) than those given "
-                    f"({_listed(given)}): give one number, or one for each of them"
-                )
+                what = f"a model cut anew has other edges ({_listed(wanted)}) than those given ({_listed(given)})"
+                raise OtherCutError(f"{name} is given per edge; {what}: give one number, or one for each of them")
 
         uneven = beside is not None and len(set(beside)) > 1
         weights = [1 / number for number in beside] if beside is not None and uneven else [1.0] * num_stages
@@ -316,11 +311,10 @@ def costs_to_json(costs: Costs) -> str:
     data: dict[str, Any] = {}
     for attribute in fields(Costs):
         value = getattr(costs, attribute.name)
-        if value == attribute.default:
-            continue
-        if isinstance(value, tuple) and isinstance(value[0], tuple):
+        if isinstance(value, tuple) and value and isinstance(value[0], tuple):
             value = {str(edge): number for edge, number in value}
-        data[attribute.name] = value
+        if value != attribute.default:
+            data[attribute.name] = value
     return json.dumps(data)
 
 
@@ -337,6 +331,12 @@ def costs_from_json(text: str) -> Costs:
         (1.0, 2.0)
     """
     names = [attribute.name for attribute in fields(Costs)]
+
+    def per_edge(value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        return {parse_edge("".join(name.split())): cost for name, cost in value.items()}
+
     try:
         data = load_json(text, finite=False)  # a bandwidth may be infinite
         if not isinstance(data, dict):
@@ -344,12 +344,6 @@ def costs_from_json(text: str) -> Costs:
         if unknown := sorted(data.keys() - names):
             near = nearest(unknown[0], names)
             raise CostsError(f"{unknown[0]!r} is not a cost{near}; the costs are {', '.join(names)}")
-        return Costs(**{name: _per_named_edge(value) for name, value in data.items()})
+        return Costs(**{name: per_edge(value) for name, value in data.items()})
     except PlanError as error:
         raise CostsError(f"costs cannot be read: {error}") from None
-
-
-def _per_named_edge(value: Any) -> Any:
-    if not isinstance(value, dict):
-        return value
-    return {parse_edge("".join(name.split())): cost for name, cost in value.items()}

@@ -74,24 +74,17 @@ class Simulation:
 
     @cached_property
     def _computes(self) -> tuple[tuple[tuple[float, float, Action], ...], ...]:
-        return tuple(
-            tuple(
-                (start, end, action)
-                for start, end, action in zip(starts, ends, self.plan.actions(position), strict=True)
-                if action.kind.is_compute
-            )
-            for position, (starts, ends) in enumerate(zip(self.start, self.end, strict=True))
-        )
+        played = enumerate(zip(self.start, self.end, strict=True))
+        rows = (zip(starts, ends, self.plan.actions(position), strict=True) for position, (starts, ends) in played)
+        return tuple(tuple(one for one in row if one[2].kind.is_compute) for row in rows)
 
     def bubbles(self, *, of: Literal["makespan", "span"] = "makespan") -> tuple[float, ...]:
         """Per position, the share of time in which it does not compute: of the ``makespan``, or of its own ``span``.
 
         The span goes from its first start to its last end: waiting for the pipeline to fill and drain does not count.
         """
-        return tuple(
-            1.0 - busy / length if length > 0 else 0.0
-            for busy, length in zip(self.busy, self._lengths(of), strict=True)
-        )
+        lengths = zip(self.busy, self._lengths(of), strict=True)
+        return tuple(1.0 - busy / length if length > 0 else 0.0 for busy, length in lengths)
 
     def bubble(self, *, of: Literal["makespan", "span"] = "makespan") -> float:
         """The share of all positions' time (makespan, or own spans) in which they do not compute."""
@@ -130,24 +123,17 @@ class Simulation:
         lengths = self.costs.per_slice("slice_lengths", self.plan.num_slices)
         held = now = 0.0
         kept = self.costs.per_edge("kept", self.plan.graph.skips)
-        played = zip(
-            self.start[position],
-            self.end[position],
-            self.plan.actions(position),
-            kept_by_action(self.plan, position) if any(kept.values()) else repeat(((), ())),
-            strict=False,
-        )
-        for start, end, action, (came, gone) in played:
+        times = zip(self.start[position], self.end[position], self.plan.actions(position), strict=True)
+        keeps = kept_by_action(self.plan, position) if any(kept.values()) else repeat(((), ()))
+        for (start, end, action), (came, gone) in zip(times, keeps, strict=False):
             kind = action.kind
             part, left = lengths[action.slice or 0], sum(kept[edge] for edge in gone)
             if came:
                 held += sum(kept[edge] for edge in came) * part
                 points.append((now if kind is ActionKind.RECV_F else start, held))
-            if kind is ActionKind.RELOAD:  # its memory is taken before the copy starts
-                start = now  # noqa: PLW2901
-            elif kind not in COMPUTES and kind is not ActionKind.RELEASE:
+            if kind not in COMPUTES and kind is not ActionKind.RELEASE and kind is not ActionKind.RELOAD:
                 continue
-            now = max(now, end if kind is not ActionKind.RELOAD else now)
+            now = now if kind is ActionKind.RELOAD else max(now, end)  # its memory is taken before the copy starts
             size = self.activation[action.stage] * part
             if kind in OFFLOADING:
                 held += size if kind is ActionKind.RELOAD else -size
@@ -169,10 +155,8 @@ class Simulation:
 
     def peaks(self, *, until: Literal["W", "I"] = "W") -> tuple[float, ...]:
         """Per position, the most live activations at any time, in microbatches (see `live`)."""
-        return tuple(
-            max((value for _, value in self.live(position, until=until)), default=0.0)
-            for position in range(self.plan.num_positions)
-        )
+        every = (self.live(position, until=until) for position in range(self.plan.num_positions))
+        return tuple(max((value for _, value in points), default=0.0) for points in every)
 
     def peak(self, *, until: Literal["W", "I"] = "W") -> float:
         """The most live activations of any position at any time, in microbatches (see `live`)."""
@@ -210,10 +194,8 @@ class Simulation:
 
     def gathered_peaks(self) -> tuple[float, ...]:
         """Per position, the most memory of sharded stages at any time (see `gathered`)."""
-        return tuple(
-            max((value for _, value in self.gathered(position)), default=0.0)
-            for position in range(self.plan.num_positions)
-        )
+        every = map(self.gathered, range(self.plan.num_positions))
+        return tuple(max((value for _, value in points), default=0.0) for points in every)
 
 
 def unit_costs(plan: Plan) -> Costs:

@@ -15,7 +15,7 @@ from attrs import define, field
 from pipegrid.core.edge import Direction, Edge
 from pipegrid.plans.errors import PlanError
 from pipegrid.plans.plan import Action, ActionKind, Plan
-from pipegrid.plans.plan.dataflow import EdgeFlow, dataflow_of
+from pipegrid.plans.plan.dataflow import BACKWARD, FORWARD, EdgeFlow, dataflow_of
 from pipegrid.plans.simulate.costs import Costs, activation_sizes
 
 Slots: TypeAlias = list[float | None]
@@ -26,17 +26,11 @@ OFFLOAD, RELEASE, RELOAD = ActionKind.OFFLOAD, ActionKind.RELEASE, ActionKind.RE
 
 @define(eq=False)
 class ShardStream:
-    """Gathers of parameters and reductions of their gradients, one after the other.
+    """Gathers of parameters and reductions of their gradients, one after the other."""
 
-    Attributes:
-        durations: seconds by kind and stage.
-        num_pieces: of the plan.
-        unsharded: by stage, when it is gathered: for all pieces, the last ``UNSHARD`` so far.
-    """
-
-    durations: Mapping[ActionKind, Sequence[float]]
+    durations: Mapping[ActionKind, Sequence[float]]  # by kind and stage
     num_pieces: int
-    unsharded: dict[int, Slots] = field(factory=dict)
+    unsharded: dict[int, Slots] = field(factory=dict)  # by stage, for all pieces the end of the last UNSHARD so far
     _free: float = 0.0
 
     def run(self, action: Action, now: float) -> tuple[float, float]:
@@ -52,13 +46,10 @@ class ShardStream:
 
 @define(eq=False)
 class CopyStreams:
-    """Copies of activations to the host and back: a stream each way.
+    """Copies of activations to the host and back: a stream each way."""
 
-    ``seconds``: of a whole microbatch, by stage; ``reloaded``: by stage, when the activations of each piece are back.
-    """
-
-    seconds: Sequence[float]
-    reloaded: dict[int, Slots]
+    seconds: Sequence[float]  # of a whole microbatch, by stage
+    reloaded: dict[int, Slots]  # by stage, when the activations of each piece are back
     _free: dict[ActionKind, float] = field(factory=dict)
     _copied: dict[tuple[int, int], float] = field(factory=dict)
 
@@ -77,19 +68,12 @@ class CopyStreams:
         return start, done
 
 
-FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
-
-
 @define(eq=False)
 class Lane:
     """Messages from one position to another in one direction; the k-th send meets the k-th receive.
 
-    Attributes:
-        source: the position that sends.
-        destination: the position that receives.
-        sends: without receive yet: (time posted, index of the action, time it occupies the lane, latency).
-        receives: without send yet: (time posted, index, where to note the arrival, microbatch).
-        free: when the lane is free again.
+    ``sends`` without receive yet: (time posted, index of the action, time it occupies the lane, latency). ``receives``
+    without send yet: (time posted, index, where to note the arrival, microbatch).
     """
 
     source: int
@@ -179,15 +163,10 @@ class Wiring:
                     for source, destination in flow.links
                     if source == position != destination
                 )
-        made = Compute(
-            self.duration[kind][stage],
-            tuple(needs),
-            () if kind is ActionKind.W else (own,),
-            sends,
-            self.dataflow.together(stage, position),
-            # Attention has no weights: their gradients take as long as a slice is.
-            self.slice_lengths if kind is ActionKind.W else self.slice_times,
-        )
+        # Attention has no weights: their gradients take as long as a slice is.
+        gives, shares = ((), self.slice_lengths) if kind is ActionKind.W else ((own,), self.slice_times)
+        together = self.dataflow.together(stage, position)
+        made = Compute(self.duration[kind][stage], tuple(needs), gives, sends, together, shares)
         self.computes[position][kind][(stage, piece) if self.routed else stage] = made
         return made
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import groupby
+from operator import attrgetter
 
 from pipegrid.core.edge import Direction
 from pipegrid.plans.errors import Fault
@@ -51,18 +52,14 @@ def _why_not_routed(plan: Plan, routes: Routes, action: Action, position: int) -
     unit, stage, edge = action.microbatch, action.stage, action.edge
     assert unit is not None
     if unit >= routes.num_units:
-        return (
-            "unknown-microbatch",
-            f"there is no unit {unit}; the routes have {routes.num_units}, 0..{routes.num_units - 1}",
-        )
+        text = f"there is no unit {unit}; the routes have {routes.num_units}, 0..{routes.num_units - 1}"
+        return "unknown-microbatch", text
     name, (module, _) = routes.name(unit), plan.graph.module_of(stage)
     if routes.skips_module(unit, module) and not routes.served(routes.call(unit, module), module):
         return "unneeded", f"unit {name} skips module {module!r}"
     if unit not in routes.calls(module):
-        return (
-            "unneeded",
-            f"unit {name} is served by the call of {module!r} for unit {routes.name(routes.call(unit, module))}",
-        )
+        call = routes.name(routes.call(unit, module))
+        return "unneeded", f"unit {name} is served by the call of {module!r} for unit {call}"
     if edge is None or position not in plan.living(plan.placement[stage]):
         actors = plan.actors(plan.placement[stage], routes.of(unit, stage))
         if position not in actors:
@@ -107,8 +104,7 @@ def _needs(action: Action, makers: Sequence[Action], steps: Sequence[Step]) -> t
 
 def step_of(action: Action, steps: Sequence[Step]) -> int | None:
     """The last step that contains ``action``; None if there is none."""
-    found = [index for index, step in enumerate(steps) if action in actions_of(step)]
-    return found[-1] if found else None
+    return next((index for index in reversed(range(len(steps))) if action in actions_of(steps[index])), None)
 
 
 def unknown_microbatch(action: Action, count: int, position: int, step: int) -> Fault:
@@ -126,31 +122,18 @@ def deadlock(cycle: Sequence[tuple[Wait, Wait]], positions: Sequence[Sequence[St
         return f"position {wait.position}, step {wait.step}: {text}"
 
     steps = [positions[wait.position][wait.step] for waits in cycle for wait in waits]
-    batched = any(not isinstance(step, Action) and not is_pair(step) for step in steps)
-    remedy = (
-        "write their batches in one order, or move one of these actions"
-        if in_order and batched
-        else "move one of these actions, or issue those that wait as one batch"
-    )
+    remedy = "move one of these actions, or issue those that wait as one batch"
+    if in_order and any(not isinstance(step, Action) and not is_pair(step) for step in steps):
+        remedy = "write their batches in one order, or move one of these actions"
     lines = [f"\n      {place(wait)} waits for {place(setter)}" for wait, setter in cycle]
-    position, step = cycle[0][0].position, cycle[0][0].step
-    return Fault(
-        "cycle",
-        f"{len(cycle)} positions wait for each other in a cycle; {remedy}{''.join(lines)}",
-        position,
-        step,
-    )
+    text = f"{len(cycle)} positions wait for each other in a cycle; {remedy}{''.join(lines)}"
+    return Fault("cycle", text, cycle[0][0].position, cycle[0][0].step)
 
 
 def _part_text(step: Step, part: int) -> str:
     """A part of a batch whose messages block in order (those of one flow), and the batch."""
-    parts = [list(own) for _, own in groupby(actions_of(step), _flow_of)]
-    return (
-        step_text(step)
-        if len(parts) == 1 or is_pair(step)
-        else f"{' '.join(map(str, parts[part]))} of {step_text(step)}"
-    )
-
-
-def _flow_of(action: Action) -> tuple[object, ...]:
-    return action.edge, action.direction, action.microbatch, action.slice, action.group
+    flow = attrgetter("edge", "direction", "microbatch", "slice", "group")
+    parts = [list(own) for _, own in groupby(actions_of(step), flow)]
+    if len(parts) == 1 or is_pair(step):
+        return step_text(step)
+    return f"{' '.join(map(str, parts[part]))} of {step_text(step)}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 from attrs import Factory, define
 
@@ -15,13 +14,6 @@ from pipegrid.plans.verify.explain import out_of_sequence, step_of, unknown_micr
 from pipegrid.plans.verify.table import ActionRule, EventIds, PositionTable, RuleKey
 
 F, W = ActionKind.F, ActionKind.W
-
-
-class GroupCall(NamedTuple):
-    """One position's part in what several positions do together: what must be the same for all, and the step."""
-
-    same: str
-    step: int
 
 
 @define(eq=False)
@@ -41,16 +33,16 @@ class SharedLane:
 class PositionVerifier:
     """The verification of one position's steps, and what the verification between positions needs of them.
 
-    ``faults``: what is wrong whatever the other positions do. ``program``: the events, for `deadlock.play`. ``sent``
+    ``faults``: what is wrong whatever the other positions do. ``program``: the events, for `play`. ``sent``
     and ``received``: per lane, the messages in order. ``exchanges``: per partner, with shared lanes. ``calls``: in
-    order, per group its collectives, and per shared stage its computes.
+    order, per group its collectives, and per shared stage its computes: what must be the same for all, and the step.
     """
 
     def __init__(self, table: PositionTable, steps: Sequence[Step]) -> None:
         self.table, self.position, self.steps = table, table.position, steps
         self.faults: list[Fault] = []
         self.program = Program()
-        self.calls: dict[str | int, list[GroupCall]] = {
+        self.calls: dict[str | int, list[tuple[str, int]]] = {
             **{name: [] for name, members in table.ids.dataflow.groups.items() if table.position in members},
             **{stage: [] for stage, places in table.ids.dataflow.shared if table.position in places},
         }
@@ -60,10 +52,8 @@ class PositionVerifier:
         self.flags = bytearray(table.num_flags)
         self.num_actions = 0
         exchanges = table.ids.exchanges if table.blocking.rendezvous else {}
-        self._shared_lanes = [
-            SharedLane(exchanges.get((self.position, partner)), exchanges.get((partner, self.position)))
-            for partner in table.partners
-        ]
+        ends = (((self.position, partner), (partner, self.position)) for partner in table.partners)
+        self._shared_lanes = [SharedLane(exchanges.get(here), exchanges.get(there)) for here, there in ends]
         self._orders: list[list[int]] = [[] for _ in table.lanes]  # messages at this end of each lane
         self._waits: list[int] = []  # of the batch: it posts all its messages, and then waits for their other ends
         self._posted: list[tuple[int, int]] = []  # of the batch, with shared lanes: partner and message
@@ -119,11 +109,11 @@ class PositionVerifier:
         """Set the flag of the action, ``piece`` away from its rule. False: unknown or done; a fault: an input lacks."""
         flags, done = self.flags, rule.done + piece
         if piece >= self.table.num_pieces or flags[done]:
-            self._refuse(index, action, rule)
+            self.faults.append(why_refused(self.table, flags, self.steps, index, action, rule))
             return False
         for needed in rule.needs:
             if not flags[needed + piece]:
-                self._refuse(index, action, rule)
+                self.faults.append(why_refused(self.table, flags, self.steps, index, action, rule))
                 break
         flags[done] = 1
         return True
@@ -132,11 +122,14 @@ class PositionVerifier:
         if rule.also is not None:
             self.flags[rule.also + piece] = 1
         if action.slice is not None and action.kind is not W:
-            self._verify_sequence(index, action, rule.done)
+            # Forward after the slice before it in the sequence, backward after the one behind.
+            plan, step = self.table.plan, -1 if action.kind is F else 1
+            if 0 <= action.slice + step < plan.num_slices and not self.flags[rule.done + piece + step]:
+                self.faults.append(out_of_sequence(self.table, rule.done, self.steps, index, action))
         if rule.events:
             self._add_events(rule.events, piece)
             if action.stage in self.calls:
-                self.calls[action.stage].append(GroupCall(str(action), index))
+                self.calls[action.stage].append((str(action), index))
 
     def _add_message(self, rule: ActionRule, piece: int) -> None:
         self._add_events(rule.events, piece)
@@ -177,16 +170,6 @@ class PositionVerifier:
             lane.contents.append(content)
             lane.steps.append(index)
 
-    def _refuse(self, index: int, action: Action, rule: ActionRule) -> None:
-        self.faults.append(why_refused(self.table, self.flags, self.steps, index, action, rule))
-
-    def _verify_sequence(self, index: int, action: Action, done: int) -> None:
-        """Verify that a slice runs forward after the one before it in the sequence, backward after the one behind."""
-        plan, step = self.table.plan, -1 if action.kind is F else 1
-        assert action.slice is not None  # of every action in a plan with slices
-        if 0 <= action.slice + step < plan.num_slices and not self.flags[done + plan.piece_of(action) + step]:
-            self.faults.append(out_of_sequence(self.table, done, self.steps, index, action))
-
     def _fault(self, rule: str, message: str, step: int) -> None:
         self.faults.append(Fault(rule, message, self.position, step))
 
@@ -196,8 +179,12 @@ class PositionVerifier:
         if action.kind in SHARDING:
             self._verify_sharding(index, action)
             return
-        if action.kind in OFFLOADING:
-            self._verify_offloading(index, action)
+        if action.kind in OFFLOADING:  # a copy waits for no other rank; the rest is `check_offloading`'s
+            self.offloads = True
+            if action.stage not in self.table.weights:
+                self.faults.append(why_no_rule(plan, position, index, action))
+            elif action.microbatch is None or action.microbatch >= plan.num_microbatches:
+                self.faults.append(unknown_microbatch(action, plan.num_microbatches, position, index))
             return
         if action.kind not in (ActionKind.REDUCE, ActionKind.COLLECTIVE):
             self.faults.append(why_no_rule(plan, position, index, action))
@@ -208,25 +195,21 @@ class PositionVerifier:
             whose = f"it has positions {list(members)}" if members else "the plan has no such group"
             self._fault("group", f"{action}: this position is not in the group; {whose}", index)
             return
+        may, same = True, str(action)
         if action.kind is ActionKind.REDUCE:
-            if not self._may_reduce(index, action):
-                return
-            same = "REDUCE" if action.group is not None else str(action)
-        elif action.edge is None:
-            count = plan.num_microbatches
-            if action.microbatch is not None and action.microbatch >= count:
-                self.faults.append(unknown_microbatch(action, count, position, index))
-                return
-            same = f"COLLECTIVE{'' if action.microbatch is None else action.microbatch}"
+            may, same = self._may_reduce(index, action), "REDUCE" if action.group is not None else same
+        elif action.edge is not None:
+            may = self._may_collect(index, action)
+        elif action.microbatch is not None and action.microbatch >= plan.num_microbatches:
+            self.faults.append(unknown_microbatch(action, plan.num_microbatches, position, index))
+            may = False
         else:
-            if not self._may_collect(index, action):
-                return
-            same = str(action)
-        if name is not None:
+            same = f"COLLECTIVE{'' if action.microbatch is None else action.microbatch}"
+        if may and name is not None:
             calls = self.calls[name]
             self.program.operations.append(ids.called(name, len(calls), position))
             self._waits += [~ids.called(name, len(calls), other) for other in members if other != position]
-            calls.append(GroupCall(same, index))
+            calls.append((same, index))
 
     def _verify_sharding(self, index: int, action: Action) -> None:
         """Verify an action of `check_sharding`. It is an event where a stage lies on several positions.
@@ -243,15 +226,7 @@ class PositionVerifier:
             calls, key = self.calls[stage], f"stage {stage}"  # no name of a group has a space
             self.program.operations.append(ids.called(key, len(calls), self.position))
             self._waits += [~ids.called(key, len(calls), other) for other in places if other != self.position]
-            calls.append(GroupCall(str(action), index))
-
-    def _verify_offloading(self, index: int, action: Action) -> None:
-        """Verify the stage and the microbatch of an action of `check_offloading`; a copy waits for no other rank."""
-        self.offloads, plan = True, self.table.plan
-        if action.stage not in self.table.weights:
-            self.faults.append(why_no_rule(plan, self.position, index, action))
-        elif action.microbatch is None or action.microbatch >= plan.num_microbatches:
-            self.faults.append(unknown_microbatch(action, plan.num_microbatches, self.position, index))
+            calls.append((str(action), index))
 
     def _may_reduce(self, index: int, action: Action) -> bool:
         table, stage = self.table, action.stage
@@ -270,17 +245,13 @@ class PositionVerifier:
             pieces = table.pieces[held]
             left = sum(not self.flags[table.weights[held] + piece] for piece in pieces)
             if left:
-                self._fault(
-                    "dependency",
-                    f"{action} comes before the last backward of stage {held}; {left} of {len(pieces)} "
-                    f"{'microbatches' if table.plan.num_slices == 1 else 'slices'} are not done",
-                    index,
-                )
+                what = f"{left} of {len(pieces)} {'microbatches' if table.plan.num_slices == 1 else 'slices'}"
+                text = f"{action} comes before the last backward of stage {held}; {what} are not done"
+                self._fault("dependency", text, index)
         return True
 
     def _may_collect(self, index: int, action: Action) -> bool:
         assert action.edge is not None
-        assert action.microbatch is not None
         assert action.direction is not None
         plan = self.table.plan
         rule = self.table.collectives.get((action.edge, action.direction))
@@ -306,25 +277,20 @@ def _missing_actions(table: PositionTable, flags: bytearray, reduced: set[str]) 
         if action.kind is ActionKind.W:  # without an I the whole backward is missing
             lacking = [piece for piece in lacking if flags[rule.needs[0] + piece]]
         for piece in lacking:
-            makers = table.makers_of(done + piece) or [
-                for_piece(action, plan.piece_of(action) + piece, plan.num_slices)
-            ]
+            makers = table.makers_of(done + piece)
+            makers = makers or [for_piece(action, plan.piece_of(action) + piece, plan.num_slices)]
             found.setdefault((action.kind, action.stage, action.edge, action.group), []).append(makers)
-    faults = [_missing(table.position, actions) for actions in found.values()]
+    faults = []
+    for lacking_actions in found.values():
+        listed = ", ".join(" or ".join(map(str, makers)) for makers in lacking_actions[:8])
+        more = f" and {len(lacking_actions) - 8} more" if len(lacking_actions) > 8 else ""
+        faults.append(Fault("missing", f"{listed}{more}: to be done here, and never done", table.position))
     remedy = "" if plan.has_communication else "; lower adds it to a plan of computes"
     reductions = {name: f"{min(stages)}REDUCE@{name}" for name, stages in table.tied.items()}
     reductions |= {f"{stage}": f"{stage}REDUCE" for stage in table.averaged}
-    return faults + [
-        Fault("missing", f"{action}: to be done here, and never done{remedy}", table.position)
-        for name, action in reductions.items()
-        if name not in reduced
-    ]
-
-
-def _missing(position: int, lacking: Sequence[Sequence[Action]]) -> Fault:
-    listed = ", ".join(" or ".join(map(str, actions)) for actions in lacking[:8])
-    more = f" and {len(lacking) - 8} more" if len(lacking) > 8 else ""
-    return Fault("missing", f"{listed}{more}: to be done here, and never done", position)
+    left = (action for name, action in reductions.items() if name not in reduced)
+    never = f"to be done here, and never done{remedy}"
+    return faults + [Fault("missing", f"{action}: {never}", table.position) for action in left]
 
 
 def check_lanes(ids: EventIds, verifiers: Sequence[PositionVerifier]) -> list[Fault]:
@@ -340,13 +306,8 @@ def check_lanes(ids: EventIds, verifiers: Sequence[PositionVerifier]) -> list[Fa
             for sends, position, order in ((True, lane.source, sent), (False, lane.destination, received)):
                 action = ids.message(order[number], sends=sends)
                 ends.append(f"position {position}, step {step_of(action, verifiers[position].steps)}: {action}")
-            faults.append(
-                Fault(
-                    "order",
-                    f"lane {lane}: message {number} is sent by {ends[0]}, and received as another by {ends[1]}; "
-                    "lanes are first in, first out",
-                )
-            )
+            text = f"lane {lane}: message {number} is sent by {ends[0]}, and received as another by {ends[1]}"
+            faults.append(Fault("order", f"{text}; lanes are first in, first out"))
     return faults
 
 
@@ -357,20 +318,18 @@ def check_calls(ids: EventIds, verifiers: Sequence[PositionVerifier]) -> list[Fa
     for key, positions in together:
         first, *others = [(verifiers[position], verifiers[position].calls[key]) for position in positions]
         for other in others:
-            ours, theirs = ([call.same for call in calls] for _, calls in (first, other))
+            ours, theirs = ([same for same, _ in calls] for _, calls in (first, other))
             if ours == theirs:
                 continue
             number = _first_difference(ours, theirs)
-            ways = "; ".join(_where(one, [call.step for call in calls], number) for one, calls in (first, other))
-            faults.append(
-                Fault("group", f"group {key!r}: collective {number} differs between members: {ways}")
-                if isinstance(key, str)
-                else Fault(
-                    "order",
-                    f"stage {key} lies on positions {list(positions)}, whose ranks may communicate inside it, and its "
-                    f"compute {number} differs between them: {ways}; put its computes in one order on all of them",
-                )
-            )
+            ways = "; ".join(_where(one, [step for _, step in calls], number) for one, calls in (first, other))
+            if isinstance(key, str):
+                text = f"group {key!r}: collective {number} differs between members: {ways}"
+                faults.append(Fault("group", text))
+                continue
+            what = f"stage {key} lies on positions {list(positions)}, whose ranks may communicate inside it"
+            text = f"its compute {number} differs between them: {ways}; put its computes in one order on all of them"
+            faults.append(Fault("order", f"{what}, and {text}"))
     return faults
 
 
@@ -383,11 +342,9 @@ def check_exchanges(verifiers: Sequence[PositionVerifier]) -> Iterator[Fault]:
             if verifier.position > partner or mine.contents == theirs.contents:
                 continue
             number = _first_difference(mine.contents, theirs.contents)
-            yield Fault(
-                "order",
-                f"positions {verifier.position} and {partner} share a lane, and their exchange {number} does not "
-                f"match: {_where(verifier, mine.steps, number)} against {_where(other, theirs.steps, number)}",
-            )
+            ways = f"{_where(verifier, mine.steps, number)} against {_where(other, theirs.steps, number)}"
+            what = f"positions {verifier.position} and {partner} share a lane, and their exchange {number}"
+            yield Fault("order", f"{what} does not match: {ways}")
 
 
 def _first_difference(ours: Sequence[object], theirs: Sequence[object]) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 from pipegrid.plans.errors import Fault
 from pipegrid.plans.plan import COMPUTES, SHARDING, Action, ActionKind, Plan, Step, actions_of
@@ -11,15 +10,8 @@ from pipegrid.plans.plan import COMPUTES, SHARDING, Action, ActionKind, Plan, St
 UNSHARD, RESHARD = ActionKind.UNSHARD, ActionKind.RESHARD
 
 
-class Gathering(NamedTuple):
-    """The gathers of one position: its faults, and the most stages gathered at once."""
-
-    faults: tuple[Fault, ...]
-    peak: int
-
-
-def check_sharding(plan: Plan, window: int | None) -> list[Gathering]:
-    """Per position the faults of its ``UNSHARD``, ``RESHARD`` and ``REDUCE_GRAD`` actions.
+def check_sharding(plan: Plan, window: int | None) -> list[tuple[list[Fault], int]]:
+    """Per position the faults of its ``UNSHARD``, ``RESHARD``, ``REDUCE_GRAD``, and the most stages gathered at once.
 
     A stage with one of them anywhere is sharded. On each of its positions, every compute and every ``REDUCE_GRAD``
     finds it gathered; a ``REDUCE_GRAD`` follows its last backward, before a ``REDUCE`` of a parameter that it ties; and
@@ -27,9 +19,7 @@ def check_sharding(plan: Plan, window: int | None) -> list[Gathering]:
     """
     alone = [step for steps in plan.positions for step in steps if isinstance(step, Action)]
     sharded = {action.stage for action in alone if action.kind in SHARDING}
-    return [
-        _ShardedPosition(plan, position, sharded).check(steps, window) for position, steps in enumerate(plan.positions)
-    ]
+    return [_ShardedPosition(plan, place, sharded).check(steps, window) for place, steps in enumerate(plan.positions)]
 
 
 class _ShardedPosition:
@@ -42,8 +32,7 @@ class _ShardedPosition:
         self.unreduced: set[int] = set()
         self.tied = {group.name: group.tied for group in plan.groups}
 
-    def check(self, steps: Sequence[Step], window: int | None) -> Gathering:
-        """All faults, and the peak."""
+    def check(self, steps: Sequence[Step], window: int | None) -> tuple[list[Fault], int]:
         faults: list[Fault] = []
         peak = 0
         for index, step in enumerate(steps):
@@ -60,17 +49,15 @@ class _ShardedPosition:
         for stage in sorted(self.gathered):
             text = f"{stage}RESHARD: to be done at the end, as an optimizer updates the shards, and never done"
             faults.append(Fault("missing", text, self.position))
-        return Gathering(tuple(faults), peak)
+        return faults, peak
 
     def _faults(self, action: Action, index: int) -> Iterator[tuple[str, str]]:
         kind, stage = action.kind, action.stage
         if kind is ActionKind.REDUCE and action.group is not None:
             late = sorted(self.unreduced.intersection(self.tied.get(action.group, ())))
             if late:
-                yield (
-                    "dependency",
-                    f"{action} sums gradients of stage {late[0]}, which needs {late[0]}REDUCE_GRAD first",
-                )
+                text = f"{action} sums gradients of stage {late[0]}, which needs {late[0]}REDUCE_GRAD first"
+                yield "dependency", text
         if stage not in self.sharded or (kind not in COMPUTES and kind not in SHARDING):
             return
         if kind is UNSHARD:

@@ -24,13 +24,6 @@ class Route(NamedTuple):
     sent: int
     received: int
 
-    def end(self, *, sends: bool) -> Action:
-        """The action at one of the two ends, for microbatch 0."""
-        send, receive = MESSAGE_KINDS[self.flow.direction]
-        if sends:
-            return Action(send, self.flow.producer, 0, self.flow.edge)
-        return Action(receive, self.flow.consumer, 0, self.flow.edge)
-
 
 class EventIds:
     """The event ids of a plan, which follow from its shape alone; each table entry is the id of piece 0.
@@ -85,7 +78,9 @@ class EventIds:
     def message(self, sent: int, *, sends: bool) -> Action:
         """The action at one of the two ends of the message whose send has the id ``sent``."""
         route, piece = divmod(sent, self.plan.num_pieces)
-        return for_piece(self.routes[route].end(sends=sends), piece, self.plan.num_slices)
+        flow = self.routes[route].flow
+        kind, stage = MESSAGE_KINDS[flow.direction][0 if sends else 1], flow.producer if sends else flow.consumer
+        return for_piece(Action(kind, stage, 0, flow.edge), piece, self.plan.num_slices)
 
 
 F, B, I, W = ActionKind.F, ActionKind.B, ActionKind.I, ActionKind.W
@@ -172,22 +167,26 @@ class PositionTable:
         self.gradients = {stage: self._flags(Action(B, stage, 0), Action(I, stage, 0)) for stage in self.stages}
         self.halves = {stage: self._flags(Action(I, stage, 0)) for stage in self.stages}  # I without its W, or both
         self.weights = {stage: self._flags() for stage in self.stages}
-        self.tied = {
-            group.name: stages
-            for group in self.plan.groups
-            if (stages := [stage for stage in group.tied if stage in self.stages])
-        }
+        tied = {group.name: [stage for stage in group.tied if stage in self.stages] for group in self.plan.groups}
+        self.tied = {name: stages for name, stages in tied.items() if stages}
         trained = [stage for stage in self.stages if stage not in self.plan.forward_only]
         self.averaged = trained if self.plan.num_replicas > 1 and self.plan.has_communication else []
         for number, flow in enumerate(ids.dataflow.crossing if self.plan.has_communication else ()):
-            if flow.group is not None:
-                self._add_collective(flow)
-            elif position in flow.parties:
+            if flow.group is not None and position in flow.members:  # it may hold neither stage
+                action = Action(ActionKind.COLLECTIVE, flow.producer, 0, flow.edge, flow.group)
+                made = (self._result(flow.producer, flow.direction),) if position in flow.sources else ()
+                self.collectives[flow.edge, flow.direction] = ActionRule(action, self._flags(action), made)
+            elif flow.group is None and position in flow.parties:
                 for piece in flow.pieces if self.routed else (0,):
                     self._add_messages(number, flow, piece)
         for stage in self.stages:
             for piece in self.pieces[stage] if self.routed else (0,):
-                self._add_computes(stage, piece)
+                self._add_compute(F, stage, piece, self.forwards[stage])
+                if stage not in self.plan.forward_only:
+                    self._add_compute(B, stage, piece, self.gradients[stage], also=self.weights[stage])
+                    self._add_compute(I, stage, piece, self.gradients[stage], also=self.halves[stage])
+                    needs, joins = (self.halves[stage] + piece,), self._joins(W, stage, piece)
+                    self._add(ActionRule(Action(W, stage, piece), self.weights[stage] + piece, needs, events=joins))
 
     def _flags(self, *makers: Action) -> int:
         """The flag of piece 0; those of the others are behind it, so the number of a flag tells its piece."""
@@ -214,19 +213,19 @@ class PositionTable:
 
     def _add_messages(self, number: int, flow: EdgeFlow, piece: int) -> None:
         """The rules of a send and of a receive, each of which may have several partners."""
-        own = [
-            route
-            for route in self.ids.routes_of[flow.edge, flow.direction]
-            if route.flow is flow and self.position in (route.lane.source, route.lane.destination)
-        ]
+        routes = (route for route in self.ids.routes_of[flow.edge, flow.direction] if route.flow is flow)
+        own = [route for route in routes if self.position in (route.lane.source, route.lane.destination)]
         blocks = self.blocking.rendezvous and self.blocking.lanes == "separate"
         at_once = self.blocking.in_order and len(own) == 1  # nothing else belongs to the flow's part of a batch
-        for kind, stage, sends in zip(
-            MESSAGE_KINDS[flow.direction], (flow.producer, flow.consumer), (True, False), strict=True
-        ):
-            ends, events = [], []
+        for sends, stage in ((True, flow.producer), (False, flow.consumer)):
+            kind = MESSAGE_KINDS[flow.direction][0 if sends else 1]
+            ends: list[MessageEnd] = []
+            events: list[int] = []
             for route in own:
-                if self.position != (route.lane.source if sends else route.lane.destination):
+                place, other = route.lane.source, route.lane.destination
+                if not sends:
+                    place, other = other, place
+                if self.position != place:
                     continue
                 here, there = (route.sent, route.received) if sends else (route.received, route.sent)
                 if blocks or (sends and not self.blocking.rendezvous):
@@ -234,7 +233,10 @@ class PositionTable:
                 if at_once:
                     events.append(~(there + piece))
                 waits = ~(there + piece) if blocks and not at_once else None
-                ends.append(self._end(route, piece, waits, sends=sends))
+                order = self.lanes.setdefault((route.lane, sends), len(self.lanes))
+                shared = self.blocking.lanes == "shared"
+                partner = self.partners.setdefault(other, len(self.partners)) if shared else None
+                ends.append(MessageEnd(order, route.sent + piece, waits, partner))
             if ends:
                 result = self._result(stage, flow.direction) if sends else 0
                 self._add(
@@ -252,28 +254,6 @@ class PositionTable:
         if (kind, edge) not in self._ends:
             self._ends[kind, edge] = self._flags(Action(kind, stage, 0, edge))
         return self._ends[kind, edge]
-
-    def _end(self, route: Route, piece: int, waits: int | None, *, sends: bool) -> MessageEnd:
-        order = self.lanes.setdefault((route.lane, sends), len(self.lanes))
-        partner = route.lane.destination if sends else route.lane.source
-        shared = self.blocking.lanes == "shared"
-        number = self.partners.setdefault(partner, len(self.partners)) if shared else None
-        return MessageEnd(order, route.sent + piece, waits, number)
-
-    def _add_collective(self, flow: EdgeFlow) -> None:
-        """The rule of a member, which may hold neither stage."""
-        if self.position in flow.members:
-            action = Action(ActionKind.COLLECTIVE, flow.producer, 0, flow.edge, flow.group)
-            needs = (self._result(flow.producer, flow.direction),) if self.position in flow.sources else ()
-            self.collectives[flow.edge, flow.direction] = ActionRule(action, self._flags(action), needs)
-
-    def _add_computes(self, stage: int, piece: int) -> None:
-        self._add_compute(F, stage, piece, self.forwards[stage])
-        if stage not in self.plan.forward_only:
-            self._add_compute(B, stage, piece, self.gradients[stage], also=self.weights[stage])
-            self._add_compute(I, stage, piece, self.gradients[stage], also=self.halves[stage])
-            done, half, joins = self.weights[stage] + piece, self.halves[stage] + piece, self._joins(W, stage, piece)
-            self._add(ActionRule(Action(W, stage, piece), done, needs=(half,), events=joins))
 
     def _add_compute(self, kind: ActionKind, stage: int, piece: int, done: int, also: int | None = None) -> None:
         direction = FORWARD if kind is F else BACKWARD
@@ -298,11 +278,9 @@ class PositionTable:
             needs += [self._result(flow.producer, flow.direction) + made for made in flow.makers(message, position)]
         others = [origin for origin in origins if origin != position]
         if not self.plan.has_communication:
-            events += [
-                ~(self.ids.made[other, flow.producer, flow.direction] + made)
-                for other in others
-                for made in flow.makers(message, other)
-            ]
+            for other in others:
+                first = self.ids.made[other, flow.producer, flow.direction]
+                events += [~(first + made) for made in flow.makers(message, other)]
         elif others:
             needs.append(self._end_flags(MESSAGE_KINDS[flow.direction][1], flow.consumer, flow.edge) + message)
             if not self.blocking.rendezvous:

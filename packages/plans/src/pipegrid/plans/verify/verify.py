@@ -20,10 +20,9 @@ from pipegrid.plans.orders.prove import model_named, prove_order
 from pipegrid.plans.plan import Plan, require_plan
 from pipegrid.plans.plan.dataflow import dataflow_of
 from pipegrid.plans.verify.explain import deadlock
-from pipegrid.plans.verify.memory import Peaks, peak_kept, peaks_of
-from pipegrid.plans.verify.offloading import check_offloading
+from pipegrid.plans.verify.memory import Peaks, check_offloading, peak_kept, peaks_of
 from pipegrid.plans.verify.position import PositionVerifier, check_calls, check_exchanges, check_lanes
-from pipegrid.plans.verify.sharding import Gathering, check_sharding
+from pipegrid.plans.verify.sharding import check_sharding
 from pipegrid.plans.verify.table import Batches, Blocking, EventIds, PositionTable
 
 
@@ -91,25 +90,24 @@ class Proof:
         message of the plan uses is not counted; nor are the groups inside modules (tensor, context, data parallel) and
         the pieces of a bridge, which the plan does not name.
         """
-        lanes: list[set[object]] = [set() for _ in self.plan.positions]
-        numbers = self.lanes.numbers if isinstance(self.lanes, LaneSharing) else {}
-        flows = dataflow_of(self.plan)
+        numbers, flows = self.lanes.numbers if isinstance(self.lanes, LaneSharing) else {}, dataflow_of(self.plan)
+        opened: set[tuple[int, object]] = set()
         for lane in flows.lanes:
             ends = lane.source, lane.destination
-            for position in ends:
-                lanes[position].add(frozenset(ends) if self.lanes == "shared" else numbers.get(lane, lane))
-        groups = [position for members in flows.groups.values() for position in members]
-        return tuple([len(own) + groups.count(position) for position, own in enumerate(lanes)])
+            one = frozenset(ends) if self.lanes == "shared" else numbers.get(lane, lane)
+            opened |= {(position, one) for position in ends}
+        count = Counter(position for position, _ in opened)
+        count.update(position for members in flows.groups.values() for position in members)
+        return tuple([count[position] for position in range(self.num_positions)])
 
     def __str__(self) -> str:
-        lanes = "given communicators" if isinstance(self.lanes, LaneSharing) else f"{self.lanes} lanes"
-        if not self.communicates:
-            blocking = "computes alone"
-        else:
-            blocking = f"no deadlock {'even if sends block' if self.rendezvous else 'if sends are buffered'}, {lanes}"
+        blocking = "computes alone"
         if self.communicates:
+            lanes = "given communicators" if isinstance(self.lanes, LaneSharing) else f"{self.lanes} lanes"
             under = "every order model" if len(self.orders) == len(ORDER_MODELS) else ", ".join(self.orders)
-            blocking += f", under {under}{' and with waits for the whole device' if self.drains else ''}"
+            sends = "even if sends block" if self.rendezvous else "if sends are buffered"
+            drained = " and with waits for the whole device" if self.drains else ""
+            blocking = f"no deadlock {sends}, {lanes}, under {under}{drained}"
         slices = f" of {self.plan.num_slices} slices" if self.plan.num_slices > 1 else ""
         gathered = max(self.peak_gathered)
         sharded = f"; parameters there for each compute, of at most {gathered} stages at once" if gathered else ""
@@ -119,8 +117,7 @@ class Proof:
         if routes is not None:
             what = f"{self.num_positions} actors of {routes.num_replicas} replicas, {self.num_microbatches} units, "
         return (
-            f"{what}"
-            f"{self.num_actions} actions, {self.num_messages} messages: each once and in time; "
+            f"{what}{self.num_actions} actions, {self.num_messages} messages: each once and in time; "
             f"{blocking}{sharded}; at most {max(self.peak_live):g} microbatches live on a position{kept}, "
             f"{max(self.communicators)} communicators per rank"
         )
@@ -208,7 +205,11 @@ def _require_ends(
     """
     models = tuple(ORDER_MODELS.values()) if order is None else (model_named(order),)
     drained = drains and not all(one.host_waits for one in models)
-    _require_placed(plan, blocking.lanes)
+    if isinstance(blocking.lanes, LaneSharing):
+        lacking = [lane for lane in dataflow_of(plan).lanes if lane not in blocking.lanes.numbers]
+        if lacking:
+            text = f"lane {lacking[0]} is on none of the communicators; give the fewest_communicators of this plan"
+            raise PlanError("the plan has 1 fault:", faults=(Fault("communicator", text),))
     for model in strictest(models, drains=drained) if plan.has_communication else ():
         require_end(plan, model, blocking, drains=drained and not model.host_waits)
     return tuple(one.name for one in models), drained
@@ -216,21 +217,28 @@ def _require_ends(
 
 def _proof(plan: Plan, blocking: Blocking, limits: Sequence[float], window: int | None) -> Proof:
     """The proof of ``plan`` under one rule of waiting, with a memory limit per position."""
-    _require_enough_steps(plan)
+    num_steps = sum(map(len, plan.positions))
+    if plan.num_pieces > num_steps:  # before memory is taken for each piece: a compute is a step
+        slices = f" of {plan.num_slices} slices" if plan.num_slices > 1 else ""
+        message = f"{num_steps} steps cannot be the work of {plan.num_microbatches} microbatches{slices}"
+        raise PlanError("the plan has 1 fault:", faults=(Fault("missing", message),))
     ids = EventIds(plan)
     verifiers = [
         PositionVerifier(PositionTable(ids, position, blocking), steps) for position, steps in enumerate(plan.positions)
     ]
-    gathered = [Gathering((), 0)] * plan.num_positions
-    if any(verifier.shards for verifier in verifiers):
-        gathered = check_sharding(plan, window)
+    shards = any(verifier.shards for verifier in verifiers)
+    gathered = check_sharding(plan, window) if shards else [([], 0)] * plan.num_positions
     faults = _twins(plan) + list_faults(ids, verifiers)
-    faults += [fault for found in gathered for fault in found.faults]
+    faults += [fault for found, _ in gathered for fault in found]
     peaks: list[Peaks] = []
     for verifier, limit in zip(verifiers, limits, strict=True):
         if not verifier.faults:
             peaks.append(peaks_of(plan, verifier.position))
-            faults += _memory_faults(plan, verifier, peaks[-1].live, limit)
+            faults += check_offloading(plan, verifier.position) if verifier.offloads else []
+            live = peaks[-1].live
+            if live > limit + 1e-9:
+                text = f"{live:g} microbatches are live at once; the limit is {limit:g}"
+                faults.append(Fault("memory", text, verifier.position))
     if faults:
         raise PlanError(f"the plan has {len(faults)} fault{'s' if len(faults) > 1 else ''}:", faults=faults)
     return Proof(
@@ -244,36 +252,9 @@ def _proof(plan: Plan, blocking: Blocking, limits: Sequence[float], window: int 
         drains=False,
         peak_live=tuple(peak.live for peak in peaks),
         peak_live_inputs=tuple(peak.inputs for peak in peaks),
-        peak_gathered=tuple(found.peak for found in gathered),
+        peak_gathered=tuple(peak for _, peak in gathered),
         peak_kept=tuple(peak_kept(plan, place) for place in range(plan.num_positions)) if plan.graph.skips else (),
     )
-
-
-def _require_placed(plan: Plan, lanes: Communicators) -> None:
-    """Raise for a lane of the plan without a communicator."""
-    numbers = lanes.numbers if isinstance(lanes, LaneSharing) else None
-    lacking = [lane for lane in dataflow_of(plan).lanes if numbers is not None and lane not in numbers]
-    if lacking:
-        text = f"lane {lacking[0]} is on none of the communicators; give the fewest_communicators of this plan"
-        raise PlanError("the plan has 1 fault:", faults=(Fault("communicator", text),))
-
-
-def _require_enough_steps(plan: Plan) -> None:
-    """Raise where there are fewer steps than pieces, before memory is taken for each piece: a compute is a step."""
-    num_steps = sum(map(len, plan.positions))
-    if plan.num_pieces > num_steps:
-        slices = f" of {plan.num_slices} slices" if plan.num_slices > 1 else ""
-        message = f"{num_steps} steps cannot be the work of {plan.num_microbatches} microbatches{slices}"
-        raise PlanError("the plan has 1 fault:", faults=(Fault("missing", message),))
-
-
-def _memory_faults(plan: Plan, verifier: PositionVerifier, live: float, limit: float) -> list[Fault]:
-    """The faults of a position in what it keeps in memory, of which at most ``live`` microbatches at once."""
-    faults = check_offloading(plan, verifier.position) if verifier.offloads else []
-    if live > limit + 1e-9:
-        text = f"{live:g} microbatches are live at once; the limit is {limit:g}"
-        faults.append(Fault("memory", text, verifier.position))
-    return faults
 
 
 def _twins(plan: Plan) -> list[Fault]:
@@ -283,11 +264,9 @@ def _twins(plan: Plan) -> list[Fault]:
     for position, stages in enumerate(plan.stages_at):
         other = first.setdefault((position // plan.positions_each, stages), position)
         if stages and other != position:
-            text = (
-                f"holds stages {', '.join(map(str, stages))}, exactly as position {other} does; a position is all "
-                "the ranks that hold the same stages (replicas act alike), so make the two one"
-            )
-            faults.append(Fault("position", text, position))
+            what = f"holds stages {', '.join(map(str, stages))}, exactly as position {other} does"
+            rule = "a position is all the ranks that hold the same stages (replicas act alike), so make the two one"
+            faults.append(Fault("position", f"{what}; {rule}", position))
     return faults
 
 

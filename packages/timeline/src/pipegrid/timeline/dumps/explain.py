@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeAlias
 
 from attrs import Factory, asdict, frozen
 
+from pipegrid.plans.orders.play import rings
 from pipegrid.plans.plan import Plan
 from pipegrid.timeline.dumps.places import Place, first_to_come, places_in
 from pipegrid.timeline.dumps.read import Dump, DumpError, Entry
@@ -72,7 +73,10 @@ class Explanation:
         return plain
 
     def __str__(self) -> str:
-        lines = [f"root: rank {one.rank} ({one.confidence}): {one.reason}; {_held(one.waiting)}" for one in self.roots]
+        lines = []
+        for one in self.roots:
+            held = f"{one.waiting} rank{' waits' if one.waiting == 1 else 's wait'} for it"
+            lines.append(f"root: rank {one.rank} ({one.confidence}): {one.reason}; {held}")
         for cycle in self.cycles:
             ranks = sorted({wait.rank for wait in cycle})
             lines.append(f"deadlock: ranks {', '.join(map(str, ranks))} wait for each other in a cycle")
@@ -92,19 +96,9 @@ class Explanation:
         return "\n".join(lines) + "\n"
 
 
-def _held(count: int) -> str:
-    return f"{count} rank{'s' if count != 1 else ''} wait{'s' if count == 1 else ''} for it"
-
-
 def _plain(wait: Wait) -> dict[str, Any]:
-    behind = None if wait.behind is None else str(wait.behind)
-    return {
-        "rank": wait.rank,
-        "at": str(wait.entry),
-        "since_ns": wait.entry.created,
-        "for": wait.other,
-        "behind": behind,
-    }
+    at, behind = wait.entry, None if wait.behind is None else str(wait.behind)
+    return {"rank": wait.rank, "at": str(at), "since_ns": at.created, "for": wait.other, "behind": behind}
 
 
 def _text(wait: Wait) -> str:
@@ -133,29 +127,31 @@ def explain(
         PlanError: a plan of computes alone, or one that has not these messages.
     """
     job = job_of(dumps)
-    stuck = {one.rank: one for one in stuck_of(job)}
+    stuck = stuck_of(job)
     waits = [wait for wait in waits_of(job) if wait.rank not in stuck]
-    targets = _targets(waits)
+    targets: dict[int, set[int]] = defaultdict(set)
+    for wait in waits:
+        targets[wait.rank].add(wait.other)
     everyone = {rank for dump in dumps for members in dump.groups.values() for rank in members} | set(job.pending)
     everyone |= {wait.other for wait in waits}
-    roots = [
-        Root(
-            rank,
-            "certain",
-            f"it has not ended {one.entry}, which {_ranks(one.finished)} ended",
-            _waiting(rank, targets),
-        )
-        for rank, one in stuck.items()
-    ]
+    found: dict[int, tuple[Confidence, str]] = {
+        rank: ("certain", f"it has not ended {entry}, which {_ranks(finished)} ended")
+        for rank, (entry, finished) in stuck.items()
+    }
     for rank in sorted({wait.other for wait in waits} - set(targets) - set(stuck)):
-        confidence, reason = _reason(rank, job, waits)
-        roots.append(Root(rank, confidence, reason, _waiting(rank, targets)))
+        found[rank] = _reason(rank, job, waits)
+    roots = [Root(rank, *why, len(_behind(rank, targets))) for rank, why in found.items()]
     held = {rank for root in roots for rank in _behind(root.rank, targets)}
+    nexts: dict[int, Wait] = {}
+    for wait in waits:
+        if wait.rank not in held:
+            nexts.setdefault(wait.rank, wait)
+    followed = {rank: wait.other for rank, wait in nexts.items()}
     places = () if plan is None else places_in(plan, dumps)
     order = ("certain", "likely", "possible")
     return Explanation(
         tuple(sorted(roots, key=lambda root: (order.index(root.confidence), -root.waiting, root.rank))),
-        tuple(_cycles([wait for wait in waits if wait.rank not in held])),
+        tuple(tuple(nexts[rank] for rank in ring) for ring in rings(followed)),
         tuple(waits),
         tuple(sorted(everyone - set(job.pending))),
         tuple(sorted(rank for rank, entries in job.pending.items() if not entries)),
@@ -180,13 +176,6 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
-def _targets(waits: Iterable[Wait]) -> Mapping[int, set[int]]:
-    found: dict[int, set[int]] = defaultdict(set)
-    for wait in waits:
-        found[wait.rank].add(wait.other)
-    return found
-
-
 def _behind(root: int, targets: Mapping[int, set[int]]) -> set[int]:
     """The ranks that wait for ``root``, some for others that do."""
     found, new = set[int](), {root}
@@ -196,34 +185,12 @@ def _behind(root: int, targets: Mapping[int, set[int]]) -> set[int]:
     return found
 
 
-def _waiting(root: int, targets: Mapping[int, set[int]]) -> int:
-    return len(_behind(root, targets))
-
-
-def _cycles(waits: Iterable[Wait]) -> Iterable[tuple[Wait, ...]]:
-    """Cycles of these waits, of which none leads to a root; each rank in one at most."""
-    nexts: dict[int, Wait] = {}
-    for wait in waits:
-        nexts.setdefault(wait.rank, wait)
-    seen = set[int]()
-    for first in nexts:
-        way: list[int] = []
-        rank = first
-        while rank in nexts and rank not in seen:
-            seen.add(rank)
-            way.append(rank)
-            rank = nexts[rank].other
-        if rank in way:
-            yield tuple(nexts[member] for member in way[way.index(rank) :])
-
-
 def _disagreements(dumps: Iterable[Dump]) -> Iterable[str]:
     """Collectives of one number whose ranks launched other kinds, sizes or types."""
     found: dict[tuple[Any, int], dict[int, Entry]] = defaultdict(dict)
-    for dump in dumps:
-        for entry in dump.entries:
-            if entry.peer is None and entry.kind != "coalesced":
-                found[group_of(entry), entry.sequence][dump.rank] = entry
+    for rank, entry in ((dump.rank, entry) for dump in dumps for entry in dump.entries):
+        if entry.peer is None and entry.kind != "coalesced":
+            found[group_of(entry), entry.sequence][rank] = entry
     for (group, sequence), entries in found.items():
         for what in ("kind", "sizes"):
             said: dict[str, list[int]] = defaultdict(list)
@@ -231,9 +198,7 @@ def _disagreements(dumps: Iterable[Dump]) -> Iterable[str]:
                 if what == "kind" or entry.kind in _ALIKE:
                     said[getattr(entry, what)].append(rank)
             if len(said) > 1:
-                texts = [
-                    f"{_ranks(ranks)} {'launched' if what == 'kind' else 'passed'} {text}"
-                    for text, ranks in said.items()
-                ]
+                does = "launched" if what == "kind" else "passed"
+                texts = [f"{_ranks(ranks)} {does} {text}" for text, ranks in said.items()]
                 yield f"collective {sequence} of group {group[0]}: {', '.join(texts)}"
                 break

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from operator import attrgetter
 
 from attrs import evolve, frozen
 
@@ -36,9 +37,8 @@ class Place:
 
     def __str__(self) -> str:
         found = " or ".join(self.texts[:_SHOWN]) + (" or ..." if len(self.texts) > _SHOWN else "")
-        return (
-            f"rank {self.rank} (position {self.position}) {'stands at' if self.under_way else 'should come to'} {found}"
-        )
+        does = "stands at" if self.under_way else "should come to"
+        return f"rank {self.rank} (position {self.position}) {does} {found}"
 
 
 def places_in(plan: Plan, dumps: Sequence[Dump]) -> tuple[Place, ...]:
@@ -66,13 +66,16 @@ def _place(plan: Plan, dump: Dump, ranks: tuple[int, ...]) -> Place:
     own = [entry for entry in dump.entries if entry.peer is not None]
     ranks = next((one.members for one in own if len(one.members) == plan.num_positions), ranks)
     if dump.rank not in ranks:
-        raise PlanError(
-            f"{dump.file}: rank {dump.rank} is in no group of {plan.num_positions} ranks, a rank for each position"
-        )
+        what = f"rank {dump.rank} is in no group of {plan.num_positions} ranks, a rank for each position"
+        raise PlanError(f"{dump.file}: {what}")
     position = ranks.index(dump.rank)
     actions = list(plan.actions(position))
     messages = [number for number, action in enumerate(actions) if action.kind.is_message]
-    sent = [_end(plan, actions[number], position) for number in messages]
+    sent = []  # whether a message is sent, and the position at its other end
+    for action in (actions[number] for number in messages):
+        assert action.peer is not None
+        other = next(place for place in plan.placement[action.peer] if place != position)
+        sent.append((action.kind.is_send, other))
     ended = next((number for number, entry in enumerate(own) if not entry.ended), len(own))
     wanted = [(entry.kind == "send", ranks.index(entry.peer)) for entry in own if entry.peer in ranks]
     offsets = range(len(messages))
@@ -112,22 +115,12 @@ def _missing(plan: Plan, places: Sequence[Place], rank: int) -> Iterator[Place]:
 
 def _other_end(plan: Plan, action: Action, position: int) -> int:
     """The number of the message at the other end of ``action``, which is on the position."""
-
-    def travels(one: Action) -> tuple[object, ...]:
-        return one.edge, one.direction, one.microbatch, one.slice
-
+    travels = attrgetter("edge", "direction", "microbatch", "slice")
     return next(
         number
         for number, one in enumerate(plan.actions(position))
         if one.kind.is_message and one.kind.is_send != action.kind.is_send and travels(one) == travels(action)
     )
-
-
-def _end(plan: Plan, action: Action, position: int) -> tuple[bool, int]:
-    """Whether a message is sent, and the position at its other end."""
-    assert action.peer is not None
-    others = [place for place in plan.placement[action.peer] if place != position]
-    return action.kind.is_send, others[0]
 
 
 def places_timeline(plan: Plan, places: Sequence[Place]) -> Timeline:
@@ -146,8 +139,7 @@ def places_timeline(plan: Plan, places: Sequence[Place]) -> Timeline:
             place = min(found, key=lambda one: one.actions)
             later = [n for n in range(place.actions[0], len(actions)) if actions[n].kind.is_compute]
             for number in later:
-                first = number == later[0]
-                label = place.texts[0] if first else str(actions[number])
-                spans[at + number] = evolve(spans[at + number], kind=STUCK if first else BEHIND, label=label)
+                kind, label = (STUCK, place.texts[0]) if number == later[0] else (BEHIND, str(actions[number]))
+                spans[at + number] = evolve(spans[at + number], kind=kind, label=label)
         at += len(actions)
     return evolve(drawn, spans=spans, title="where the ranks stand")

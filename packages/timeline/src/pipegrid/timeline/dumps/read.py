@@ -198,12 +198,8 @@ def read_dump(file: Path, rank: int) -> Dump:
     if not data:
         raise DumpError(file, "it is empty", 0)
     document = _json(file, data) if data.lstrip()[:1] == b"{" else _pickled(file, data)
-    version = document.get("version") if isinstance(document, dict) else None
-    if (
-        not isinstance(document, dict)
-        or not isinstance(document.get("entries", []), list)
-        or not isinstance(version, str)
-    ):
+    known = isinstance(document, dict) and isinstance(document.get("entries", []), list)
+    if not known or not isinstance(version := document.get("version"), str):
         raise DumpError(file, "it is no dump of a flight recorder: those have entries and a version")
     if version.split(".")[0] != "2":
         raise DumpError(file, f"its version is {version!r:.40}; versions 2.x are read")

@@ -29,15 +29,6 @@ class Wait:
     behind: Entry | None = None
 
 
-@frozen
-class Stuck:
-    """Rank ``rank`` has not ended ``entry``, which ``finished`` have."""
-
-    rank: int
-    entry: Entry
-    finished: tuple[int, ...]
-
-
 _Group: TypeAlias = tuple[str, tuple[int, ...]]
 """A group's name and ranks: groups of other ranks may have the same name."""
 _Unit: TypeAlias = tuple[_Group, bool, int]
@@ -76,25 +67,23 @@ def job_of(dumps: Iterable[Dump]) -> DumpedJob:
     for dump in dumps:
         own = pending[dump.rank] = [entry for entry in dump.entries if not entry.ended and entry.kind != "coalesced"]
         first[dump.rank] = [entry for entry in own if unit_of(entry) == unit_of(own[0])]
-        for entry in dump.entries:
-            if entry.peer is None:
-                own_ended = ended[group_of(entry)]
-                done = entry.sequence if entry.ended else entry.sequence - 1  # a group's collectives end in order
-                if entry.ended or dump.rank not in own_ended:
-                    own_ended[dump.rank] = max(done, own_ended.get(dump.rank, done))
+        for entry in (one for one in dump.entries if one.peer is None):
+            own_ended = ended[group_of(entry)]
+            done = entry.sequence if entry.ended else entry.sequence - 1  # a group's collectives end in order
+            if entry.ended or dump.rank not in own_ended:
+                own_ended[dump.rank] = max(done, own_ended.get(dump.rank, done))
     return DumpedJob(pending, first, ended)
 
 
-def stuck_of(job: DumpedJob) -> list[Stuck]:
-    """The first collective of each rank that it has not ended and others have, if there is one."""
-    found = []
+def stuck_of(job: DumpedJob) -> dict[int, tuple[Entry, tuple[int, ...]]]:
+    """By rank, the first collective that it has not ended and others have, if there is one; and these others."""
+    found = {}
     for rank, entries in job.pending.items():
         for entry in (one for one in entries if one.peer is None):
             ended = job.ended.get(group_of(entry), {})
-            further = (other for other, last in ended.items() if other != rank and last >= entry.sequence)
-            others = tuple(sorted(other for other in further if other in entry.members))
-            if others:
-                found.append(Stuck(rank, entry, others))
+            further = {other for other, last in ended.items() if other != rank and last >= entry.sequence}
+            if others := tuple(sorted(further.intersection(entry.members))):
+                found[rank] = entry, others
                 break
     return found
 
@@ -102,13 +91,12 @@ def stuck_of(job: DumpedJob) -> list[Stuck]:
 def waits_of(job: DumpedJob) -> list[Wait]:
     """The waits of each rank in its first unit; a rank without a dump counts as one that has launched nothing."""
     place: dict[_Unit, dict[int, Entry]] = defaultdict(dict)
-    ends: dict[_Way, list[tuple[int, Entry]]] = defaultdict(list)
-    for rank, entries in job.pending.items():
-        for entry in entries:
-            if entry.peer is None:
-                place[unit_of(entry)][rank] = entry
-            else:
-                ends[_way(rank, entry)].append((rank, entry))
+    ends: dict[_Way, list[Entry]] = defaultdict(list)
+    for rank, entry in ((rank, entry) for rank, entries in job.pending.items() for entry in entries):
+        if entry.peer is None:
+            place[unit_of(entry)][rank] = entry
+        else:
+            ends[_way(rank, entry)].append(entry)
     found = []
     for rank, entries in job.first.items():
         for entry in entries:
@@ -121,9 +109,9 @@ def waits_of(job: DumpedJob) -> list[Wait]:
                 ]
             else:
                 way = _way(rank, entry)
-                number = [one for _, one in ends[way]].index(entry)
+                number = ends[way].index(entry)
                 matching = ends.get((way[0], "recv" if way[1] == "send" else "send", way[2], way[3]), [])
-                others = [(entry.peer, matching[number][1] if number < len(matching) else None)]
+                others = [(entry.peer, matching[number] if number < len(matching) else None)]
             for other, launched in others:
                 before = job.first.get(other, ())
                 if launched is None or (before and unit_of(launched) != unit_of(before[0])):

@@ -64,15 +64,10 @@ def compile_split(module: nn.Module, *, backend: str = "inductor", dynamic: bool
 
 @frozen
 class SplitBackend:
-    """A backend for `torch.compile`.
+    """A backend for `torch.compile`."""
 
-    Attributes:
-        name: of what is compiled, for errors.
-        inner: the backend that compiles the forward and both halves of the backward.
-    """
-
-    name: str
-    inner: str
+    name: str  # of what is compiled, for errors
+    inner: str  # the backend that compiles the forward and both halves of the backward
 
     def __call__(self, graph: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
         """The function that runs a region."""
@@ -110,31 +105,19 @@ def _raising(error: Exception) -> Callable[..., Any]:
 
 @frozen
 class _Graphs:
-    """The compiled graphs of a region.
+    """The compiled graphs of a region."""
 
-    Attributes:
-        forward: from the region's arguments to its outputs and what the backward needs.
-        input_half: from that and the tangents to the gradients of inputs, and what the weight half needs of it.
-        weight_half: from what the two before have left to the gradients of parameters.
-        outputs: number of the region's outputs.
-        inputs: indices of arguments with a gradient at I.
-        parameters: indices of arguments with a gradient at W.
-        kept: indices of the saved values and tangents that the weight half needs.
-        differentiable: indices of outputs with a tangent.
-        formats: of each tangent's memory, as traced.
-        order: of what the forward has saved, as the backward takes it.
-    """
-
-    forward: GraphFunction
+    forward: GraphFunction  # from the region's arguments to its outputs and what the backward needs
+    # from that and the tangents to the gradients of inputs, and what the weight half needs of it
     input_half: GraphFunction
-    weight_half: GraphFunction
-    outputs: int
-    inputs: tuple[int, ...]
-    parameters: tuple[int, ...]
-    kept: tuple[int, ...]
-    differentiable: tuple[int, ...]
-    formats: tuple[torch.memory_format, ...]
-    order: tuple[int, ...]
+    weight_half: GraphFunction  # from what the two before have left to the gradients of parameters
+    outputs: int  # number of the region's outputs
+    inputs: tuple[int, ...]  # indices of arguments with a gradient at I
+    parameters: tuple[int, ...]  # indices of arguments with a gradient at W
+    kept: tuple[int, ...]  # indices of the saved values and tangents that the weight half needs
+    differentiable: tuple[int, ...]  # indices of outputs with a tangent
+    formats: tuple[torch.memory_format, ...]  # of each tangent's memory, as traced
+    order: tuple[int, ...]  # of what the forward has saved, as the backward takes it
 
 
 @define(eq=False)

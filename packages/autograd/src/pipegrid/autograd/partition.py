@@ -27,99 +27,61 @@ _APART = -2  # in place of an owner: the roots off the input path
 
 
 class GraphOutline(NamedTuple):
-    """A graph without its nodes, which are numbered in the order in which they are found.
+    """A graph without its nodes, which are numbered in the order in which they are found."""
 
-    Attributes:
-        kinds: each node's class.
-        edges: each node's edges: the node that one leads to, and to which of the outputs of its forward.
-        roots: edges into the graph.
-        inputs: the nodes of the inputs that were used.
-    """
-
-    kinds: tuple[type, ...]
+    kinds: tuple[type, ...]  # each node's class
+    # each node's edges: the node that one leads to, and to which of the outputs of its forward
     edges: tuple[tuple[tuple[int, int], ...], ...]
-    roots: tuple[tuple[int, int], ...]
-    inputs: tuple[int, ...]
+    roots: tuple[tuple[int, int], ...]  # edges into the graph
+    inputs: tuple[int, ...]  # the nodes of the inputs that were used
 
 
 @frozen
 class Owner:
-    """A node whose weight half waits for W.
+    """A node whose weight half waits for W."""
 
-    Attributes:
-        node: its number.
-        outputs: the outputs of the node's forward that were used; a gradient arrives for each.
-        sinks: the accumulators of its own parameters, in which their gradients end.
-        height: nodes on the longest path to an input. Owners of one height cannot reach each other.
-    """
-
-    node: int
-    outputs: tuple[int, ...]
-    sinks: tuple[int, ...]
-    height: int
+    node: int  # its number
+    outputs: tuple[int, ...]  # the outputs of the node's forward that were used; a gradient arrives for each
+    sinks: tuple[int, ...]  # the accumulators of its own parameters, in which their gradients end
+    height: int  # nodes on the longest path to an input. Owners of one height cannot reach each other
 
 
 @frozen
 class WholeNode:
-    """A node that runs whole at I.
+    """A node that runs whole at I."""
 
-    Attributes:
-        node: its number.
-        entries: its edges that leave the input path: their index, the node that they lead to, and to which output.
-        custom: whether it computes both halves anyway; a node of torch's own does so only where it is asked.
-        apart: whether the weight half is that of nodes behind its entries, which run at W (`compile_split`).
-    """
-
-    node: int
+    node: int  # its number
+    # its edges that leave the input path: their index, the node that they lead to, and to which output
     entries: tuple[tuple[int, int, int], ...]
-    custom: bool
-    apart: bool
+    custom: bool  # whether it computes both halves anyway; a node of torch's own does so only where it is asked
+    apart: bool  # whether the weight half is that of nodes behind its entries, which run at W (`compile_split`)
 
 
 @frozen
 class Level:
-    """Owners of one height, for which W calls the engine once.
+    """Owners of one height, for which W calls the engine once."""
 
-    Attributes:
-        arrivals: their slice of the division's ``arrivals``.
-        sinks: of all of them.
-    """
-
-    arrivals: slice
-    sinks: tuple[int, ...]
+    arrivals: slice  # their slice of the division's ``arrivals``
+    sinks: tuple[int, ...]  # of all of them
 
 
 @frozen
 class Division:
-    """The part of I and of W in the nodes of a graph.
+    """The part of I and of W in the nodes of a graph."""
 
-    Attributes:
-        input_path: all nodes of the input path; without any there are no owners either.
-        owners: in the order in which W runs them: the highest first, as in a whole backward.
-        whole: the nodes with edges out of the input path that are no owners.
-        arrivals: the owners' outputs, each as a node and an output: I keeps the gradients that arrive there.
-        levels: the owners by height.
-        reruns: whether nodes behind shared parameters run a second time within I, so that the first run keeps them.
-        spent: nodes of the input path that W does not run again.
-        unsplittable: nodes of the input path that cannot run while others are kept for later.
-        reduced: whether ``fully_shard`` reduces gradients in the graph, when those of a module's inputs are there.
-        compiled: whether a compiled region is on the input path, so that all of it runs at I.
-        apart: indices of roots off the input path: their whole backward is weight half.
-        apart_at_i: whether that runs at I, since it shares nodes with others that do.
-    """
-
-    input_path: tuple[int, ...]
-    owners: tuple[Owner, ...]
-    whole: tuple[WholeNode, ...]
+    input_path: tuple[int, ...]  # all nodes of the input path; without any there are no owners either
+    owners: tuple[Owner, ...]  # in the order in which W runs them: the highest first, as in a whole backward
+    whole: tuple[WholeNode, ...]  # the nodes with edges out of the input path that are no owners
+    # the owners' outputs, each as a node and an output: I keeps the gradients that arrive there
     arrivals: tuple[tuple[int, int], ...]
-    levels: tuple[Level, ...]
-    reruns: bool
-    spent: tuple[int, ...]
-    unsplittable: tuple[int, ...]
-    reduced: bool
-    compiled: bool
-    apart: tuple[int, ...]
-    apart_at_i: bool
+    levels: tuple[Level, ...]  # the owners by height
+    reruns: bool  # whether nodes behind shared parameters run a second time within I, so that the first run keeps them
+    spent: tuple[int, ...]  # nodes of the input path that W does not run again
+    unsplittable: tuple[int, ...]  # nodes of the input path that cannot run while others are kept for later
+    reduced: bool  # whether ``fully_shard`` reduces gradients in the graph, when those of a module's inputs are there
+    compiled: bool  # whether a compiled region is on the input path, so that all of it runs at I
+    apart: tuple[int, ...]  # indices of roots off the input path: their whole backward is weight half
+    apart_at_i: bool  # whether that runs at I, since it shares nodes with others that do
 
 
 def outline_of(roots: Sequence[GradientEdge], inputs: Iterable[torch.Tensor]) -> tuple[list[Node], GraphOutline]:

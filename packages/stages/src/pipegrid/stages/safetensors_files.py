@@ -41,17 +41,13 @@ _PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 
 @frozen
 class Stored:
-    """A tensor in a file.
-
-    Attributes:
-        start: of its bytes, from the beginning of the file.
-    """
+    """A tensor in a file."""
 
     path: Path
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    start: int
+    start: int  # of its bytes, from the beginning of the file
 
     @property
     def nbytes(self) -> int:

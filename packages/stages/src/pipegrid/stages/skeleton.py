@@ -40,53 +40,36 @@ class Leave(Exception):  # noqa: N818 -- no error: the own part is done
 
 @frozen
 class Needs:
-    """The facts of a call that the stages need, from the trace of the whole model.
+    """The facts of a call that the stages need, from the trace of the whole model."""
 
-    Attributes:
-        absent: places in the model's output of what the last stage cannot make.
-        writes: the model writes in place to what its parts return, or to its batch; also where no trace has shown it.
-        dicts: the stages that receive a dict; None where no trace has shown it.
-        encoder: where the encoder returns a dict, its type and the key of the encoder's output.
-        longer: the model's own code puts other tokens beside those of the ids, as prompt tuning does.
-        skips: the values that stages hand on past others; None where there are none.
-        full: the stages behind the first whose code reads what only parts before the layers take otherwise (`PIXELS`).
-        beside: the parts that run beside layers of other stages, for the stages that use what they return.
-    """
-
-    absent: tuple[str, ...] = ()
+    absent: tuple[str, ...] = ()  # places in the model's output of what the last stage cannot make
+    # the model writes in place to what its parts return, or to its batch; also where no trace has shown it
     writes: bool = True
-    dicts: frozenset[int] | None = None
+    dicts: frozenset[int] | None = None  # the stages that receive a dict; None where no trace has shown it
+    # where the encoder returns a dict, its type and the key of the encoder's output
     encoder: tuple[type, str] | None = None
-    longer: bool = False
-    skips: Skips | None = None
+    longer: bool = False  # the model's own code puts other tokens beside those of the ids, as prompt tuning does
+    skips: Skips | None = None  # the values that stages hand on past others; None where there are none
+    # the stages behind the first whose code reads what only parts before the layers take otherwise (`PIXELS`)
     full: frozenset[int] = frozenset()
+    # the parts that run beside layers of other stages, for the stages that use what they return
     beside: frozenset[str] = frozenset()
 
 
 @define(eq=False)
 class StageRun:
-    """The forward that is running on a stage.
+    """The forward that is running on a stage."""
 
-    Attributes:
-        received: what the last layer of the stage before returned; None on the first.
-        entered: the first part after the embedding has run.
-        left: what the last own layer returned.
-        encoded: the encoder's output, of a model that has one.
-        needs: what the trace of the whole model has shown. Where that writes in place to what its parts return, what
-            the stage replaces has memory of its own, and what it sends is kept from the model's own code.
-        device: of the stage, in a forward.
-        real: the parts of other stages that run here, as their parameters came with a microbatch.
-        given: the parts of other stages whose results came.
-    """
-
-    received: Any = None
-    entered: bool = False
-    left: Any = None
-    encoded: Any = None
+    received: Any = None  # what the last layer of the stage before returned; None on the first
+    entered: bool = False  # the first part after the embedding has run
+    left: Any = None  # what the last own layer returned
+    encoded: Any = None  # the encoder's output, of a model that has one
+    # what the trace of the whole model has shown. Where that writes in place to what its parts return, what the
+    # stage replaces has memory of its own, and what it sends is kept from the model's own code
     needs: Needs = field(factory=Needs)
-    device: torch.device | None = None
-    real: Collection[str] = ()
-    given: Collection[str] = ()
+    device: torch.device | None = None  # of the stage, in a forward
+    real: Collection[str] = ()  # the parts of other stages that run here, as their parameters came with a microbatch
+    given: Collection[str] = ()  # the parts of other stages whose results came
 
     def hidden(self) -> Tensor:
         """The hidden states of what was received."""

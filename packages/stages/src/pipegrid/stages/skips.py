@@ -22,17 +22,11 @@ from pipegrid.stages.torch_compat import TABLES, copied, mapped_by_place, mappin
 
 @frozen(order=True)
 class Value:
-    """A tensor that a part of the model returns, or a parameter.
+    """A tensor that a part of the model returns, or a parameter."""
 
-    Attributes:
-        part: its dotted name; the name of a parameter.
-        call: of the part in a forward, from 0; -1 of a parameter.
-        place: in what it returns, such as ``[0]``, or among its arguments (`place_in`).
-    """
-
-    part: str
-    call: int = -1
-    place: str = ""
+    part: str  # its dotted name; the name of a parameter
+    call: int = -1  # of the part in a forward, from 0; -1 of a parameter
+    place: str = ""  # in what it returns, such as ``[0]``, or among its arguments (`place_in`)
 
     @property
     def is_parameter(self) -> bool:
@@ -51,23 +45,18 @@ def place_in(argument: str, key: object) -> str:
 
 @frozen(eq=False)
 class Skips:
-    """The values of a call that stages use past those between.
+    """The values of a call that stages use past those between."""
 
-    Attributes:
-        uses: of each value.
-        held: by stage, the values that are in what the stage before sends, each with its place among the tensors there.
-        inside: of the parts among them that are inside of layers, and have hooks of the model's own code, in the order
-            in which they run: what they return, with scalars in place of tensors.
-        filled: of the layers among them that put entries into mappings among their arguments: these, by argument and
-            key, likewise.
-        names: of the parameters among them, all names, by the first.
-    """
-
-    uses: Mapping[Value, Uses]
+    uses: Mapping[Value, Uses]  # of each value
+    # by stage, the values that are in what the stage before sends, each with its place among the tensors there
     held: Mapping[int, Mapping[Value, int]] = field(factory=dict)
+    # of the parts among them that are inside of layers, and have hooks of the model's own code, in the order in
+    # which they run: what they return, with scalars in place of tensors
     inside: Mapping[str, Any] = field(factory=dict)
+    # of the layers among them that put entries into mappings among their arguments: these, by argument and key,
+    # likewise
     filled: Mapping[str, Mapping[str, Mapping[Any, Any]]] = field(factory=dict)
-    names: Mapping[str, Sequence[str]] = field(factory=dict)
+    names: Mapping[str, Sequence[str]] = field(factory=dict)  # of the parameters among them, all names, by the first
 
     def there(self, stage: int) -> set[Value]:
         """The values that a stage has, by whatever way."""
@@ -78,31 +67,20 @@ class Skips:
 
 @define(eq=False)
 class SkipCarrier:
-    """Takes and gives the values of one stage, in one forward after the other.
+    """Takes and gives the values of one stage, in one forward after the other."""
 
-    Attributes:
-        whole: the stage's modules.
-        stage: its number.
-        placement: the position of each stage.
-        hosts: of each stage, what its position shares with those near it; None: values go straight to each position.
-        skips: of the running call.
-        arrived: by edge, the values received for this forward; None in a step without such edges.
-        values: of this stage, in the running forward.
-        copies: the model writes in place to what its parts return.
-        real: the parts of other stages that run here, as their parameters came.
-        given: the parts whose results came from other stages.
-    """
-
-    whole: nn.Module
-    stage: int
-    placement: Sequence[int]
-    skips: Skips | None = None
+    whole: nn.Module  # the stage's modules
+    stage: int  # its number
+    placement: Sequence[int]  # the position of each stage
+    skips: Skips | None = None  # of the running call
+    # by edge, the values received for this forward; None in a step without such edges
     arrived: Mapping[Edge, Sequence[Tensor | None]] | None = None
+    # of each stage, what its position shares with those near it; None: values go straight to each position
     hosts: Sequence[Hashable] | None = None
-    values: dict[Value, Tensor] = field(factory=dict, init=False)
-    copies: bool = False
-    real: set[str] = field(factory=set)
-    given: set[str] = field(factory=set)
+    values: dict[Value, Tensor] = field(factory=dict, init=False)  # of this stage, in the running forward
+    copies: bool = False  # the model writes in place to what its parts return
+    real: set[str] = field(factory=set)  # the parts of other stages that run here, as their parameters came
+    given: set[str] = field(factory=set)  # the parts whose results came from other stages
     _tables: list[tuple[dict[str, Any], str, Any]] = field(factory=list, init=False)
     _calls: Counter[str] = field(factory=Counter, init=False)
     _hooked: set[str] = field(factory=set, init=False)

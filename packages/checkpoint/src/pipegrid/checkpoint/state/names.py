@@ -45,17 +45,12 @@ def stages_of(held: Iterable[Held]) -> tuple[tuple[str, int], ...]:
 
 @frozen
 class Slot:
-    """The place of a stored tensor of the model on this rank: ``leaf`` of the submodule ``owner``.
+    """The place of a stored tensor of the model on this rank: ``leaf`` of the submodule ``owner``."""
 
-    Attributes:
-        held: its description for other ranks.
-        aliases: its other names on this stage.
-    """
-
-    held: Held
+    held: Held  # its description for other ranks
     owner: nn.Module
     leaf: str
-    aliases: tuple[str, ...] = ()
+    aliases: tuple[str, ...] = ()  # its other names on this stage
 
     def tensor(self) -> Tensor:
         """The tensor as it is now."""
@@ -233,20 +228,16 @@ class TrainingState:
 
 
 class StateTensors:
-    """The tensors of the model that a state has, as read from its modules at one time.
-
-    Attributes:
-        held: each of them, for other ranks.
-        owners: module and name of each parameter, by its id.
-        device: of the rank: that of its first tensor off the CPU, else the CPU.
-    """
+    """The tensors of the model that a state has, as read from its modules at one time."""
 
     def __init__(self, state: TrainingState) -> None:
         self._slots = state.slots()
-        self.held = tuple(slot.held for slot in self._slots)
+        self.held = tuple(slot.held for slot in self._slots)  # each of them, for other ranks
         tensors = [(slot.held, slot.tensor()) for slot in self._slots]
+        # module and name of each parameter, by its id
         self.owners = {id(tensor): (held.module, held.name) for held, tensor in tensors if held.parameter}
         devices = (tensor.device for _, tensor in tensors)
+        # of the rank: that of its first tensor off the CPU, else the CPU
         self.device = next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
         self._identities = identities(state)
 

@@ -29,23 +29,14 @@ OWN: Final = "generator."
 
 @frozen(eq=False, kw_only=True)
 class Snapshot:
-    """The part of a checkpoint that one rank saves.
+    """The part of a checkpoint that one rank saves."""
 
-    Attributes:
-        boxes: this rank's parts of the tensors, and their copies.
-        events: end when the copies are complete.
-        held: the tensors of the model.
-        random: states of the random generators.
-        plan: the text of the step's plan.
-        manifest: of this rank alone, without tensors and files.
-    """
-
-    boxes: Sequence[dcp.Box]
-    events: Sequence[Any]
-    held: tuple[Held, ...]
-    random: States
-    plan: str | None
-    manifest: Manifest
+    boxes: Sequence[dcp.Box]  # this rank's parts of the tensors, and their copies
+    events: Sequence[Any]  # end when the copies are complete
+    held: tuple[Held, ...]  # the tensors of the model
+    random: States  # states of the random generators
+    plan: str | None  # the text of the step's plan
+    manifest: Manifest  # of this rank alone, without tensors and files
 
     def wait(self) -> None:
         """Wait until the copies are complete."""

@@ -70,46 +70,33 @@ class FileEntry:
 
 @frozen(field_transformer=_checked)
 class GroupEntry:
-    """A parameter group of an optimizer: options, and the parameters that have them, as ``[module, name]``.
-
-    Attributes:
-        kind: the optimizer's class, such as ``torch.optim.AdamW``; empty in checkpoints written before it was kept.
-        defaults: the options that the optimizer was made with; a schedule changes those of the group alone.
-    """
+    """A parameter group of an optimizer: options, and the parameters that have them, as ``[module, name]``."""
 
     optimizer: Index
     index: Index
     options: dict[str, Any]
     parameters: tuple[tuple[str, str], ...]
+    # the optimizer's class, such as ``torch.optim.AdamW``; empty in checkpoints written before it was kept
     kind: str = ""
+    # the options that the optimizer was made with; a schedule changes those of the group alone
     defaults: dict[str, Any] = field(factory=dict)
 
 
 @frozen(kw_only=True, field_transformer=_checked)
 class Manifest:
-    """The contents of a checkpoint.
-
-    Attributes:
-        tensors: by ``model/MODULE/NAME``, ``optimizer/MODULE/NAME/ENTRY`` and ``random/RANK/KIND``.
-        files: those without tensors.
-        groups: parameter groups.
-        values: entries of optimizer states that are no tensors, by the same keys.
-        data: the data position.
-        seed: torch's initial seed on the first rank.
-        ranks: the stages ``[module, number]`` of each rank.
-        grids: shape and first rank of each grid.
-    """
+    """The contents of a checkpoint."""
 
     step: Size
+    # by ``model/MODULE/NAME``, ``optimizer/MODULE/NAME/ENTRY`` and ``random/RANK/KIND``
     tensors: dict[str, TensorEntry]
-    files: dict[str, FileEntry]
-    groups: tuple[GroupEntry, ...]
-    values: dict[str, Any]
+    files: dict[str, FileEntry]  # those without tensors
+    groups: tuple[GroupEntry, ...]  # parameter groups
+    values: dict[str, Any]  # entries of optimizer states that are no tensors, by the same keys
     scaler: Any
-    data: Any
-    seed: int
-    ranks: tuple[tuple[tuple[str, int], ...], ...]
-    grids: dict[str, Any] | None
+    data: Any  # the data position
+    seed: int  # torch's initial seed on the first rank
+    ranks: tuple[tuple[tuple[str, int], ...], ...]  # the stages ``[module, number]`` of each rank
+    grids: dict[str, Any] | None  # shape and first rank of each grid
     layout: Any
     format: int = FORMAT
 

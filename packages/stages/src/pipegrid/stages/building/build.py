@@ -30,19 +30,12 @@ from pipegrid.stages.safetensors_files import Stored
 
 @frozen(eq=False)
 class PlannedModel:
-    """The first run of a function that makes a model.
+    """The first run of a function that makes a model."""
 
-    Attributes:
-        factory: the function.
-        model: with all parameters on the meta device.
-        plan: what its parameters come from.
-        hidden: tensors of files that are left out, as stored twice.
-    """
-
-    factory: Callable[[], nn.Module]
-    model: nn.Module
-    plan: FirstRun
-    hidden: set[Stored]
+    factory: Callable[[], nn.Module]  # the function
+    model: nn.Module  # with all parameters on the meta device
+    plan: FirstRun  # what its parameters come from
+    hidden: set[Stored]  # tensors of files that are left out, as stored twice
 
     def build(self, names: Container[str]) -> nn.Module:
         """The model of the second run; parameters outside of ``names`` share memory and have no values.

@@ -44,20 +44,13 @@ class Event:
 
     What runs between two registrations may differ between the runs, since initialization is another one on the meta
     device; so an operation is known by its place after a registration.
-
-    Attributes:
-        parameter: registrations before it; 0 for what is read.
-        name: of the operation; empty for a registration and for what is read.
-        shapes: of its results.
-        index: among the equal ones after the same registration.
-        stored: what is read.
     """
 
-    parameter: int
-    name: str
-    shapes: tuple[tuple[int, ...], ...]
-    index: int = 0
-    stored: Stored | None = None
+    parameter: int  # registrations before it; 0 for what is read
+    name: str  # of the operation; empty for a registration and for what is read
+    shapes: tuple[tuple[int, ...], ...]  # of its results
+    index: int = 0  # among the equal ones after the same registration
+    stored: Stored | None = None  # what is read
 
     @staticmethod
     def of_file(stored: Stored) -> Event:
@@ -94,16 +87,11 @@ class Events(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class FirstRun(Events):  # type: ignore[no-untyped-call]
-    """The first run: no parameter has values.
-
-    Attributes:
-        parameters: their registrations.
-        nbytes: of the largest tensor.
-    """
+    """The first run: no parameter has values."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.nbytes = 0
+        self.nbytes = 0  # of the largest tensor
         self._origins: dict[Any, frozenset[Event]] = {}  # of memory on the meta device
         self._replaced: dict[Any, frozenset[Event]] = {}  # of memory that was a parameter's until its registration
         self._always: set[Event] = set()

@@ -37,19 +37,12 @@ def at_layers(model: nn.Module, layers: Sequence[str], act: Callable[[str], None
 
 @frozen(eq=False)
 class Turn:
-    """A forward of one stage.
+    """A forward of one stage."""
 
-    Attributes:
-        stage: as `pipeline_stage` makes it.
-        sent: what it returned.
-        inputs: the tensors with gradients of what it received, copies of what stages before have sent.
-        origins: the outputs that they are copies of, each with the number of its stage.
-    """
-
-    stage: Any
-    sent: Any
-    inputs: Sequence[Tensor]
-    origins: Sequence[tuple[int, Tensor]]
+    stage: Any  # as `pipeline_stage` makes it
+    sent: Any  # what it returned
+    inputs: Sequence[Tensor]  # the tensors with gradients of what it received, copies of what stages before have sent
+    origins: Sequence[tuple[int, Tensor]]  # the outputs that they are copies of, each with the number of its stage
 
 
 def forwards(

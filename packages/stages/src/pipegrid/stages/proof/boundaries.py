@@ -13,21 +13,13 @@ from pipegrid.stages.errors import CutError, few
 
 @frozen
 class Crossing:
-    """A value that is made before a boundary and used behind it.
+    """A value that is made before a boundary and used behind it."""
 
-    Attributes:
-        shape: of the tensor.
-        dtype: of the tensor, such as ``torch.float32``.
-        nbytes: of the tensor.
-        made: where, in words.
-        used: where, in words; the first use behind the boundary.
-    """
-
-    shape: tuple[int, ...]
-    dtype: str
-    nbytes: int
-    made: str
-    used: str
+    shape: tuple[int, ...]  # of the tensor
+    dtype: str  # of the tensor, such as ``torch.float32``
+    nbytes: int  # of the tensor
+    made: str  # where, in words
+    used: str  # where, in words; the first use behind the boundary
 
     def __str__(self) -> str:
         """One line."""
@@ -65,25 +57,15 @@ class Boundary:
 
 @frozen
 class Skip:
-    """A value that is handed on to later stages.
+    """A value that is handed on to later stages."""
 
-    Attributes:
-        value: what returns it: the part, and the place in what that returns.
-        shape: of the tensor.
-        dtype: of the tensor, such as ``torch.float32``.
-        nbytes: of the tensor.
-        source: the stage that makes it.
-        users: the stages that it is sent to.
-        held: the stages that have it as what the stage before them sends.
-    """
-
-    value: str
-    shape: tuple[int, ...]
-    dtype: str
-    nbytes: int
-    source: int
-    users: tuple[int, ...]
-    held: tuple[int, ...] = ()
+    value: str  # what returns it: the part, and the place in what that returns
+    shape: tuple[int, ...]  # of the tensor
+    dtype: str  # of the tensor, such as ``torch.float32``
+    nbytes: int  # of the tensor
+    source: int  # the stage that makes it
+    users: tuple[int, ...]  # the stages that it is sent to
+    held: tuple[int, ...] = ()  # the stages that have it as what the stage before them sends
 
     @property
     def uses(self) -> Uses:

@@ -19,17 +19,11 @@ _DROPS = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
 
 @frozen(eq=False, slots=False)
 class Outline:
-    """A model with its parameters on the meta device, over stages.
+    """A model with its parameters on the meta device, over stages."""
 
-    Attributes:
-        model: made by `meta_copy`.
-        assignment: of its layers and parameters.
-        layout: in its short form.
-    """
-
-    model: nn.Module
-    assignment: Assignment
-    layout: str
+    model: nn.Module  # made by `meta_copy`
+    assignment: Assignment  # of its layers and parameters
+    layout: str  # in its short form
 
     @cached_property
     def parts(self) -> tuple[str, ...]:

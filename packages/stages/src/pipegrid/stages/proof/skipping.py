@@ -24,18 +24,13 @@ Made = tuple[Traced, Operation]
 
 @frozen
 class Crossings:
-    """Values that cross boundaries.
+    """Values that cross boundaries."""
 
-    Attributes:
-        skips: those that are handed on.
-        tensors: each of them in the trace.
-        parameters: pairs of a parameter that is handed on, by name, and a stage that it comes to.
-        left: pairs of identities, of the operation that made one that cannot be, and of that which uses it.
-    """
-
-    skips: Skips
-    tensors: Mapping[Value, Traced]
+    skips: Skips  # those that are handed on
+    tensors: Mapping[Value, Traced]  # each of them in the trace
+    # pairs of a parameter that is handed on, by name, and a stage that it comes to
     parameters: frozenset[tuple[str, int]]
+    # pairs of identities, of the operation that made one that cannot be, and of that which uses it
     left: frozenset[tuple[int, int]]
 
     def coming(self, stage: int) -> int:

@@ -60,37 +60,7 @@ _SITE = os.sep + "site-packages" + os.sep
 
 
 class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Runs operations on what is behind traced tensors, and notes which values cross boundaries.
-
-    Attributes:
-        order: the layers in the order in which they returned, by number.
-        passed: number of boundaries passed: 1 since the first layer began, ``i + 2`` since layer ``i`` returned.
-        sent: per boundary, the tensors that a stage sends there.
-        dicts: the boundaries at which it sends a dict.
-        crossing: tensors that were used behind a boundary that was passed after their making.
-        parameters: the uses of each parameter.
-        guesses: operations outside of layers and parts by which the host read what the batch does not determine.
-        draws: those by which it read a random number.
-        result: what the forward returned.
-        writes: an operation wrote in place to what another part has made, or to the batch.
-        split: operations that wrote in place to what is sent twice at one boundary.
-        encoder: where the encoder returned a dict, its type and the key of the encoder's output.
-        behind: where asked for, the operations behind the first boundary that have no values, each with digests of
-            those inputs that the batch determines.
-        parts: the layers and parts that run now.
-        operations: those that have no values, in their order.
-        applied: calls of functions with a backward of their own, whose arguments their operations may not show.
-        ends: per boundary, what the tensors were made of that a stage sends there (see `reference`).
-        results: per boundary, stand-ins for what a stage sends there: the model may write to that later.
-        reads: how many numbers the host has read of values that are not there, by part.
-        returned: what parts and layers have returned, by identity: the tensor, the value, the operation that wrote it.
-        inside: the same of modules inside of layers that have hooks, by which the model's own code takes their results.
-        results_inside: by their names, what they return in the first call, without tensors.
-        filled: by layer, the entries that it puts into mappings among its arguments, by name and key, without tensors.
-        skipped: of the values of ``skips`` that this model has, what each was made of.
-        given: stand-ins for them, which stages have in their place.
-        host_drew: where the model's own code drew from Python's or numpy's generator behind the first layer.
-    """
+    """Runs operations on what is behind traced tensors, and notes which values cross boundaries."""
 
     def __init__(
         self,
@@ -108,32 +78,45 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """
         super().__init__()  # type: ignore[no-untyped-call]
         self.device, self.running = device, False
-        self.order: list[int] = []
+        self.order: list[int] = []  # the layers in the order in which they returned, by number
+        # number of boundaries passed: 1 since the first layer began, ``i + 2`` since layer ``i`` returned
         self.passed = 0
-        self.sent: dict[int, list[Traced]] = {}
-        self.dicts: set[int] = set()
-        self.crossing: list[Traced] = []
-        self.parameters: dict[str, list[Operation]] = {}
+        self.sent: dict[int, list[Traced]] = {}  # per boundary, the tensors that a stage sends there
+        self.dicts: set[int] = set()  # the boundaries at which it sends a dict
+        self.crossing: list[Traced] = []  # tensors that were used behind a boundary that was passed after their making
+        self.parameters: dict[str, list[Operation]] = {}  # the uses of each parameter
+        # operations outside of layers and parts by which the host read what the batch does not determine
         self.guesses: list[Operation] = []
-        self.draws: list[Operation] = []
-        self.result: Any = None
-        self.writes = False
-        self.split: list[Operation] = []
+        self.draws: list[Operation] = []  # those by which it read a random number
+        self.result: Any = None  # what the forward returned
+        self.writes = False  # an operation wrote in place to what another part has made, or to the batch
+        self.split: list[Operation] = []  # operations that wrote in place to what is sent twice at one boundary
+        # where the encoder returned a dict, its type and the key of the encoder's output
         self.encoder: tuple[type, str] | None = None
+        # where asked for, the operations behind the first boundary that have no values, each with digests of
+        # those inputs that the batch determines
         self.behind: list[tuple[Operation, tuple[int, ...]]] | None = [] if compared else None
-        self.parts: list[str] = []
-        self.operations: list[Operation] = []
+        self.parts: list[str] = []  # the layers and parts that run now
+        self.operations: list[Operation] = []  # those that have no values, in their order
+        # calls of functions with a backward of their own, whose arguments their operations may not show
         self.applied: list[Operation] = []
+        # per boundary, what the tensors were made of that a stage sends there (see `reference`)
         self.ends: dict[int, list[str]] = {}
+        # per boundary, stand-ins for what a stage sends there: the model may write to that later
         self.results: dict[int, Any] = {}
-        self.reads: Counter[str] = Counter()
-        self.host_drew = ""
+        self.reads: Counter[str] = Counter()  # how many numbers the host has read of values that are not there, by part
+        self.host_drew = ""  # where the model's own code drew from Python's or numpy's generator behind the first layer
+        # what parts and layers have returned, by identity: the tensor, the value, the operation that wrote it
         self.returned: dict[int, tuple[Traced, Value, Operation]] = {}
+        # the same of modules inside of layers that have hooks, by which the model's own code takes their
+        # results
         self.inside: dict[int, tuple[Traced, Value, Operation]] = {}
-        self.results_inside: dict[str, Any] = {}
+        self.results_inside: dict[str, Any] = {}  # by their names, what they return in the first call, without tensors
+        # by layer, the entries that it puts into mappings among its arguments, by name and key, without
+        # tensors
         self.filled: dict[str, dict[str, dict[Any, Any]]] = {}
-        self.skipped: dict[Value, str] = {}
-        self.given: dict[Value, Traced] = {}
+        self.skipped: dict[Value, str] = {}  # of the values of ``skips`` that this model has, what each was made of
+        self.given: dict[Value, Traced] = {}  # stand-ins for them, which stages have in their place
         self._skips, self._calls = skips, Counter[str]()
         self._unlike, self._first = unlike, first
         self._count = 0

@@ -30,54 +30,33 @@ OVERWRITING = frozenset({_aten.copy_.default, _aten.zero_.default, _aten.fill_.S
 
 @define(eq=False)
 class Operation:
-    """One operation of a traced forward.
+    """One operation of a traced forward."""
 
-    Attributes:
-        name: such as ``aten.add.Tensor``; "" for what the forward was given.
-        part: the layer or part that was running, by its dotted name; "" for the model's own code.
-        line: the line of the model's code, ``file.py:12``.
-        passed: number of boundaries passed.
-        after: the operations that made its inputs.
-        inputs: those without values, each with the operation that had written it.
-        text: the operation with its arguments; tensors by their shapes, parameters by their names.
-        signature: of the operation, its arguments and all that these were made of; "" where the batch determines it.
-        number: of operations before it.
-        draws: it draws random numbers.
-    """
-
-    name: str
-    part: str
-    line: str
-    passed: int
-    after: list[Operation] = field(factory=list, repr=False)
+    name: str  # such as ``aten.add.Tensor``; "" for what the forward was given
+    part: str  # the layer or part that was running, by its dotted name; "" for the model's own code
+    line: str  # the line of the model's code, ``file.py:12``
+    passed: int  # number of boundaries passed
+    after: list[Operation] = field(factory=list, repr=False)  # the operations that made its inputs
+    # those without values, each with the operation that had written it
     inputs: list[tuple[Traced, Operation]] = field(factory=list, repr=False)
-    text: str = ""
+    text: str = ""  # the operation with its arguments; tensors by their shapes, parameters by their names
+    # of the operation, its arguments and all that these were made of; "" where the batch determines it
     signature: str = field(default="", repr=False)
-    number: int = 0
-    draws: bool = False
+    number: int = 0  # of operations before it
+    draws: bool = False  # it draws random numbers
 
 
 @define(eq=False)
 class Cell:
-    """The content of a storage.
+    """The content of a storage."""
 
-    Attributes:
-        known: the batch alone determines it, and it has values.
-        placed: a stage needs a parameter, a random number or a part of another stage to make it.
-        written: the last operation that wrote to it.
-        through: the tensor through which that operation wrote, where it wrote in place.
-        drawn: random numbers alone, and the batch, determine it.
-        twice: a stage sends it twice at one boundary, and the next stage has it in two places.
-        storages: of the tensors behind the traced ones.
-    """
-
-    known: bool
-    placed: bool
-    written: Operation
-    through: Any = None
-    drawn: bool = False
-    twice: bool = False
-    storages: list[Any] = field(factory=list)
+    known: bool  # the batch alone determines it, and it has values
+    placed: bool  # a stage needs a parameter, a random number or a part of another stage to make it
+    written: Operation  # the last operation that wrote to it
+    through: Any = None  # the tensor through which that operation wrote, where it wrote in place
+    drawn: bool = False  # random numbers alone, and the batch, determine it
+    twice: bool = False  # a stage sends it twice at one boundary, and the next stage has it in two places
+    storages: list[Any] = field(factory=list)  # of the tensors behind the traced ones
 
 
 _made: ContextVar[list[weakref.ref[Traced]] | None] = ContextVar("_made", default=None)
@@ -98,28 +77,18 @@ def ended_traces() -> Iterator[None]:
 
 
 class Traced(Tensor):
-    """A tensor of a traced forward.
+    """A tensor of a traced forward."""
 
-    Attributes:
-        owner: the trace.
-        behind: its values, or its shape on the meta device.
-        cell: what its storage holds.
-        origin: the operation that made this view of the storage.
-        placed: a stage needed a parameter, a random number or a part of another stage to make this view.
-        uses: pairs of operations, the one that made its value and one that used it behind a boundary.
-        parameter: its name, if it is one.
-        nth: among the results of its origin.
-        arrived: its place in what is sent at a boundary, and the operation that had written it last; None elsewhere.
-    """
-
-    owner: Any
-    behind: Tensor
-    cell: Cell
-    origin: Operation
-    placed: bool
+    owner: Any  # the trace
+    behind: Tensor  # its values, or its shape on the meta device
+    cell: Cell  # what its storage holds
+    origin: Operation  # the operation that made this view of the storage
+    placed: bool  # a stage needed a parameter, a random number or a part of another stage to make this view
+    # pairs of operations, the one that made its value and one that used it behind a boundary
     uses: list[tuple[Operation, Operation]]
-    parameter: str
-    nth: int
+    parameter: str  # its name, if it is one
+    nth: int  # among the results of its origin
+    # its place in what is sent at a boundary, and the operation that had written it last; None elsewhere
     arrived: tuple[str, Operation] | None
 
     @staticmethod

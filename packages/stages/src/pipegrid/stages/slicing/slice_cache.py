@@ -12,14 +12,10 @@ if TYPE_CHECKING:
 
 
 class SliceCache(Cache):
-    """Keys and values of a microbatch's slices, with an entry for each layer of the model.
-
-    Attributes:
-        read: the numbers of the layers that have read their entry.
-    """
+    """Keys and values of a microbatch's slices, with an entry for each layer of the model."""
 
     def __init__(self, part: SequenceSlice, num_layers: int, past: int) -> None:
-        self.read: set[int] = set()
+        self.read: set[int] = set()  # the numbers of the layers that have read their entry
         super().__init__(layers=[_Layer(part, number, past, self.read) for number in range(num_layers)])
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
+from itertools import groupby
 from typing import NamedTuple
 
 import torch
@@ -19,9 +20,7 @@ from torch.autograd.graph import GradientEdge, Node
 from pipegrid.autograd.fsdp import POST_BACKWARD
 from pipegrid.autograd.unsplittable import COMPILED, SPLIT_REGION, UNSPLITTABLE
 
-# Remembered patterns; stages whose shapes or branches vary have several.
-_DIVISIONS_KEPT = 32
-
+_DIVISIONS_KEPT = 32  # remembered patterns; stages whose shapes or branches vary have several
 _NOWHERE = -1  # the target of an edge without a node
 _APART = -2  # in place of an owner: the roots off the input path
 
@@ -40,7 +39,7 @@ class GraphOutline(NamedTuple):
 class Owner:
     """A node whose weight half waits for W."""
 
-    node: int  # its number
+    node: int
     outputs: tuple[int, ...]  # the outputs of the node's forward that were used; a gradient arrives for each
     sinks: tuple[int, ...]  # the accumulators of its own parameters, in which their gradients end
     height: int  # nodes on the longest path to an input. Owners of one height cannot reach each other
@@ -50,19 +49,11 @@ class Owner:
 class WholeNode:
     """A node that runs whole at I."""
 
-    node: int  # its number
+    node: int
     # its edges that leave the input path: their index, the node that they lead to, and to which output
     entries: tuple[tuple[int, int, int], ...]
     custom: bool  # whether it computes both halves anyway; a node of torch's own does so only where it is asked
     apart: bool  # whether the weight half is that of nodes behind its entries, which run at W (`compile_split`)
-
-
-@frozen
-class Level:
-    """Owners of one height, for which W calls the engine once."""
-
-    arrivals: slice  # their slice of the division's ``arrivals``
-    sinks: tuple[int, ...]  # of all of them
 
 
 @frozen
@@ -74,7 +65,8 @@ class Division:
     whole: tuple[WholeNode, ...]  # the nodes with edges out of the input path that are no owners
     # the owners' outputs, each as a node and an output: I keeps the gradients that arrive there
     arrivals: tuple[tuple[int, int], ...]
-    levels: tuple[Level, ...]  # the owners by height
+    # the owners of each height, for which W calls the engine once: their slice of ``arrivals``, and their sinks
+    levels: tuple[tuple[slice, tuple[int, ...]], ...]
     reruns: bool  # whether nodes behind shared parameters run a second time within I, so that the first run keeps them
     spent: tuple[int, ...]  # nodes of the input path that W does not run again
     unsplittable: tuple[int, ...]  # nodes of the input path that cannot run while others are kept for later
@@ -135,15 +127,22 @@ def divide(outline: GraphOutline) -> Division:
     apart = tuple(index for index, (node, _) in enumerate(outline.roots) if not heights[node])
     below = {node: [entry for _, entry, _ in edges] for node, edges in entries.items()}
     sinks, sharing = _claims(outline, {**below, _APART: [outline.roots[index][0] for index in apart]})
-    custom = {node for node in entries if _is_custom(outline.kinds[node])}
+    names = [kind.__name__ for kind in outline.kinds]
+    # Custom Functions of Python, or of C++, whose nodes have no class of their own:
+    custom = {node for node in entries if issubclass(outline.kinds[node], FunctionCtx) or names[node] == "CppFunction"}
     owners = [
         Owner(node, tuple(sorted(outputs[node])), tuple(sinks[node]), heights[node])
         for node in entries
         if node not in custom and node not in sharing
     ]
     owners.sort(key=lambda owner: -owner.height)
+    arrivals: list[tuple[int, int]] = []
+    levels: list[tuple[slice, tuple[int, ...]]] = []
+    for _, each in groupby(owners, key=lambda owner: owner.height):
+        same, start = list(each), len(arrivals)
+        arrivals += [(owner.node, output) for owner in same for output in owner.outputs]
+        levels.append((slice(start, len(arrivals)), tuple(sink for owner in same for sink in owner.sinks)))
     waiting = {owner.node for owner in owners}
-    names = [kind.__name__ for kind in outline.kinds]
     whole = tuple(
         WholeNode(node, tuple(entries[node]), node in custom, names[node] == SPLIT_REGION and node not in sharing)
         for node in entries
@@ -156,8 +155,8 @@ def divide(outline: GraphOutline) -> Division:
         input_path=path,
         owners=tuple(owners),
         whole=whole,
-        arrivals=tuple((owner.node, output) for owner in owners for output in owner.outputs),
-        levels=tuple(_levels(owners)),
+        arrivals=tuple(arrivals),
+        levels=tuple(levels),
         reruns=asks and any(outline.edges[entry] for part in whole for _, entry, _ in part.entries),
         spent=tuple(node for node in path if node not in waiting),
         unsplittable=tuple(node for node in path if names[node] == UNSPLITTABLE),
@@ -223,20 +222,3 @@ def _claims(outline: GraphOutline, entries: dict[int, list[int]]) -> tuple[dict[
             else:
                 sinks[owner].append(node)
     return sinks, sharing
-
-
-def _levels(owners: Sequence[Owner]) -> list[Level]:
-    """The owners, which are in order, by height."""
-    levels: list[Level] = []
-    at = 0
-    for height in dict.fromkeys(owner.height for owner in owners):
-        same = [owner for owner in owners if owner.height == height]
-        count = sum(len(owner.outputs) for owner in same)
-        levels.append(Level(slice(at, at + count), tuple(sink for owner in same for sink in owner.sinks)))
-        at += count
-    return levels
-
-
-def _is_custom(kind: type) -> bool:
-    """Whether nodes of the class are custom Functions: of Python, or of C++, whose nodes have no class of their own."""
-    return issubclass(kind, FunctionCtx) or kind.__name__ == "CppFunction"

@@ -56,8 +56,8 @@ def saved_tensors(node: Node) -> Iterator[tuple[Any, torch.Tensor]]:
                 yield saved, saved.data
 
 
+# The name by which a Python function's tensors are read and checked; others lose their ``_raw``.
 _CHECKED = {"_raw_saved_tensors": "saved_tensors"}
-"""The name by which a Python function's tensors are read and checked; others lose their ``_raw``."""
 
 
 class _Handles(dict[Any, Any]):

@@ -28,8 +28,7 @@ from pipegrid.core.strict_json import read_json
 from pipegrid.stages.errors import CheckpointError, CorruptCheckpointError
 from pipegrid.stages.safetensors_files import CODES
 
-SHARD_SIZE: Final = "50GB"
-"""The default of transformers' ``save_pretrained``."""
+SHARD_SIZE: Final = "50GB"  # the default of transformers' ``save_pretrained``
 INDEX: Final = "model.safetensors.index.json"
 _TOGETHER = 2**28  # bytes of tensors in memory at a time
 _UNITS: Final = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}

@@ -15,8 +15,7 @@ from pipegrid.stages.names import ONLY, Names, find_names, layers_of
 from pipegrid.stages.torch_compat import extent_of, memory_of
 from pipegrid.topology import HyperCommGrid
 
-ELSEWHERE = -1
-"""The stage of parameters that another module of the job has."""
+ELSEWHERE = -1  # the stage of parameters that another module of the job has
 
 _ENDS = (LayerType.embedding, LayerType.loss)
 

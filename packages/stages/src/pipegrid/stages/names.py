@@ -15,8 +15,7 @@ from pipegrid.core.fields import Name, checked_fields, shown
 from pipegrid.stages.errors import CutError
 from pipegrid.stages.torch_compat import children_of
 
-ONLY: Final = "layers"
-"""The kind of a model with one list of layers: whichever kind its layout has."""
+ONLY: Final = "layers"  # the kind of a model with one list of layers: whichever kind its layout has
 
 
 def _by_kind(layers: str | Mapping[str, str]) -> Mapping[str, str]:
@@ -52,7 +51,7 @@ class Names:
     elsewhere: tuple[Name, ...] = ()
 
 
-TABLE: Final = (
+TABLE: Final = (  # Hugging Face's names, the more specific ones first
     Names({"encoder": "encoder.block", "decoder": "decoder.block"}),  # T5
     Names(  # BART, Whisper; BART registers the embedding's norms after its layers
         {"encoder": "model.encoder.layers", "decoder": "model.decoder.layers"},
@@ -82,12 +81,10 @@ TABLE: Final = (
     Names("layers"),  # ViT, the encoder of Whisper, Llama without its head
     Names("h"),  # GPT-2 without its head
 )
-"""Hugging Face's names, the more specific ones first."""
 
 _INSIDE: Final = ("", "base_model.", "base_model.model.")
 """Where a model of the table is: itself, or inside of PEFT's, whose prompts have no tuner around the model."""
-_PROMPTS: Final = "prompt_encoder"
-"""PEFT registers it after the model, and it runs before the layers."""
+_PROMPTS: Final = "prompt_encoder"  # PEFT registers it after the model, and it runs before the layers
 
 _BESIDE: Final = ("embedding", "head", "elsewhere")
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)

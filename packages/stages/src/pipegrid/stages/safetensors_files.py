@@ -18,7 +18,7 @@ from torch import Tensor
 from pipegrid.core.strict_json import read_json
 from pipegrid.stages.errors import CorruptCheckpointError
 
-CODES: Final = {
+CODES: Final = {  # the format's name of each dtype
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -32,7 +32,6 @@ CODES: Final = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-"""The format's name of each dtype."""
 _DTYPES: Final = {code: dtype for dtype, code in CODES.items()}
 _BLOCK = 2**22
 _LARGE = 2**16  # bytes from which memory has pages of its own

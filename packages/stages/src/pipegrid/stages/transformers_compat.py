@@ -16,8 +16,7 @@ from torch import device, nn
 
 from pipegrid.stages.errors import CutError
 
-CACHE_NAMES: Final = ("cache", "past_key_values")
-"""The argument for keys and values, the newest name first."""
+CACHE_NAMES: Final = ("cache", "past_key_values")  # the argument for keys and values, the newest name first
 
 
 def version() -> str:

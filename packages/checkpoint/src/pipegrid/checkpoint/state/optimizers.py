@@ -16,8 +16,7 @@ from pipegrid.checkpoint.stored.manifest import GroupEntry, Manifest
 from pipegrid.checkpoint.stored.plain import dtype_of, from_plain, to_plain
 from pipegrid.stages.errors import CheckpointError
 
-Owners = Mapping[int, tuple[str, str]]
-"""Module and name of each parameter, by its id."""
+Owners = Mapping[int, tuple[str, str]]  # module and name of each parameter, by its id
 _TORCH = "torch.optim."
 _COMPUTED = {"foreach", "fused", "capturable", "differentiable"}  # how a step is computed, not what
 _CYCLED = {"base_momentum", "max_momentum"}  # of a schedule that changes momentum or betas as well

@@ -23,8 +23,7 @@ from pipegrid.gradients import foreach
 from pipegrid.gradients.dtensors import is_dtensor, local_of
 from pipegrid.stages.generators import States, capture
 
-OWN: Final = "generator."
-"""Before the name of a generator of the state, among the states of those of the process."""
+OWN: Final = "generator."  # before the name of a generator of the state, among the states of those of the process
 
 
 @frozen(eq=False, kw_only=True)

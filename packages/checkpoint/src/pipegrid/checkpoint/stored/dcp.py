@@ -36,12 +36,10 @@ from pipegrid.checkpoint.stored.manifest import Chunk, Manifest, TensorEntry, ch
 from pipegrid.checkpoint.stored.plain import dtype_name, dtype_of
 from pipegrid.stages.errors import CheckpointError, CorruptCheckpointError
 
-METADATA = ".metadata"
-"""The file with torch's own metadata; never read here."""
+METADATA = ".metadata"  # the file with torch's own metadata; never read here
 _LOCAL_HEADER = struct.Struct("<26xHH")  # of a zip member: the lengths of name and extra field
 
-Box = tuple[WriteItem, Tensor]
-"""A box of a named tensor, as torch's planner has it, and the memory with its values."""
+Box = tuple[WriteItem, Tensor]  # A box of a named tensor, as torch's planner has it, and the memory with its values
 
 
 def items_of(tensors: Mapping[str, Tensor]) -> list[WriteItem]:

@@ -18,8 +18,7 @@ from pipegrid.stages.proof.trace import Trace
 from pipegrid.stages.proof.traced import Operation, Traced
 from pipegrid.stages.skips import Skips, Value
 
-Made = tuple[Traced, Operation]
-"""A tensor, and the operation that had written it last."""
+Made = tuple[Traced, Operation]  # A tensor, and the operation that had written it last
 
 
 @frozen

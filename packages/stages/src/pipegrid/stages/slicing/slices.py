@@ -25,8 +25,7 @@ _INPUTS = ("input_ids", "inputs_embeds", "attention_mask", "position_ids")
 """Arguments whose values for a token do not depend on later tokens."""
 _LABELS = ("shift_labels", "num_items_in_batch")
 _ATTENTION = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
-_WITHOUT = frozenset({"moe", "mlp"})
-"""Kinds of layers that keep nothing."""
+_WITHOUT = frozenset({"moe", "mlp"})  # kinds of layers that keep nothing
 
 
 def forward_of_slice(

@@ -184,7 +184,7 @@ class Stage(nn.Module):
             crossing, straight = map(size, proof.between_hosts(placement, hosts))
             lines.append(f"  {crossing} of that between hosts, {straight} if each went straight from its source")
             for skip in proof.skips:
-                ways = ways_of_value(skip.uses, placement, hosts)
+                ways = ways_of_value(skip, placement, hosts)
                 lines.append(f"  {skip}, by {', '.join(map(str, ways)) or 'hidden states'}")
         return "\n".join(lines)
 

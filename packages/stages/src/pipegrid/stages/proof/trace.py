@@ -16,26 +16,19 @@ from collections.abc import Set as AbstractSet
 from contextlib import ExitStack, contextmanager
 from functools import cached_property, partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
+from attrs import field, frozen
 from torch import Tensor, nn
 from torch.func import functional_call
 
 from pipegrid.stages.assignment import joined
 from pipegrid.stages.errors import CutError
-from pipegrid.stages.generators import generators_as_before
+from pipegrid.stages.generators import generators_as_before, seed_host
+from pipegrid.stages.host_state import HostState
 from pipegrid.stages.proof.outline import Outline
-from pipegrid.stages.proof.traced import (
-    OVERWRITING,
-    Cell,
-    Lists,
-    Operation,
-    Traced,
-    read,
-    traced_in,
-)
+from pipegrid.stages.proof.traced import OVERWRITING, Cell, Lists, Operation, Traced, read, traced_in
 from pipegrid.stages.skips import Value, place_in
 from pipegrid.stages.torch_compat import (
     TorchDispatchMode,
@@ -59,25 +52,32 @@ _TORCH, _HERE, _LIBRARY = (str(Path(file).parent) + os.sep for file in (torch.__
 _SITE = os.sep + "site-packages" + os.sep
 
 
+@frozen(eq=False)
+class ModelCall:
+    """A call of the whole model, to be traced."""
+
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    # more of these, which stand for the result of the embedding; their shapes are read
+    hidden: Mapping[str, Tensor] = field(factory=dict)
+    loss: Callable[[Any], Any] | None = None  # of what the forward returns, traced as well
+    unlike: bool = False  # the host reads other numbers in place of values that are not there
+    skips: AbstractSet[Value] = frozenset()  # values that stages have of others
+
+
 class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Runs operations on what is behind traced tensors, and notes which values cross boundaries."""
 
     def __init__(
-        self,
-        device: torch.device,
-        *,
-        compared: bool = False,
-        unlike: bool = False,
-        first: int = 0,
-        skips: AbstractSet[Value] = frozenset(),
+        self, call: ModelCall, *, compared: bool = False, first: int = 0, skips: AbstractSet[Value] = frozenset()
     ) -> None:
-        """Trace on ``device``, from the boundary ``first`` at which a stage begins.
+        """Trace ``call`` from the boundary ``first``, at which a stage begins; ``compared`` as of `trace`.
 
-        ``compared`` and ``unlike`` as of `trace`; ``skips``: the values that stages have, by their own parts or from
-        others.
+        ``skips``: the values that stages have, by their own parts or from others.
         """
         super().__init__()  # type: ignore[no-untyped-call]
-        self.device, self.running = device, False
+        tensors = tensors_in((tuple(call.args), dict(call.kwargs)))
+        self.device, self.running = tensors[0].device if tensors else torch.device("cpu"), False
         self.order: list[int] = []  # the layers in the order in which they returned, by number
         # number of boundaries passed: 1 since the first layer began, ``i + 2`` since layer ``i`` returned
         self.passed = 0
@@ -93,8 +93,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.split: list[Operation] = []  # operations that wrote in place to what is sent twice at one boundary
         # where the encoder returned a dict, its type and the key of the encoder's output
         self.encoder: tuple[type, str] | None = None
-        # where asked for, the operations behind the first boundary that have no values, each with digests of
-        # those inputs that the batch determines
+        # where asked for, the operations without values behind the first boundary, with digests of known inputs
         self.behind: list[tuple[Operation, tuple[int, ...]]] | None = [] if compared else None
         self.parts: list[str] = []  # the layers and parts that run now
         self.operations: list[Operation] = []  # those that have no values, in their order
@@ -108,17 +107,15 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.host_drew = ""  # where the model's own code drew from Python's or numpy's generator behind the first layer
         # what parts and layers have returned, by identity: the tensor, the value, the operation that wrote it
         self.returned: dict[int, tuple[Traced, Value, Operation]] = {}
-        # the same of modules inside of layers that have hooks, by which the model's own code takes their
-        # results
+        # the same of modules inside of layers with hooks, by which the model's own code takes their results
         self.inside: dict[int, tuple[Traced, Value, Operation]] = {}
         self.results_inside: dict[str, Any] = {}  # by their names, what they return in the first call, without tensors
-        # by layer, the entries that it puts into mappings among its arguments, by name and key, without
-        # tensors
+        # by layer, the entries that it puts into mappings among its arguments, without tensors
         self.filled: dict[str, dict[str, dict[Any, Any]]] = {}
         self.skipped: dict[Value, str] = {}  # of the values of ``skips`` that this model has, what each was made of
         self.given: dict[Value, Traced] = {}  # stand-ins for them, which stages have in their place
         self._skips, self._calls = skips, Counter[str]()
-        self._unlike, self._first = unlike, first
+        self._unlike, self._first = call.unlike, first
         self._count = 0
         self._digests: dict[object, str] = {}
         self._drawn: dict[int, tuple[Any, int, tuple[str, ...]]] = {}  # per generator: itself, its state, draws of it
@@ -380,7 +377,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._note_draws()
         self.parts.append(name)
         self._outer.append(_host_generators())
-        _seed_host_generators(zlib.crc32(name.encode()))
+        seed_host(zlib.crc32(name.encode()))
 
     def end(self, result: Any, besides: Sequence[tuple[str, Any]] = ()) -> None:
         """The part returns ``result``, and leaves ``besides`` in its arguments: tensors, each with its place."""
@@ -414,11 +411,6 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self.passed > 1 and not self.host_drew and state != self._host:
             self.host_drew = _line()
         self._host = state
-
-    def watch_part(self, stack: ExitStack, part: nn.Module, name: str) -> None:
-        """Until the end of ``stack``, note when ``part`` begins and returns."""
-        stack.enter_context(part.register_forward_pre_hook(lambda _, __: self.begin(name)))
-        stack.enter_context(part.register_forward_hook(lambda _, __, result: self.end(result)))
 
     def watch_layer(self, stack: ExitStack, layer: nn.Module, name: str, number: int, *, ends: bool) -> None:
         """Watch a layer, which begins or ends at a boundary."""
@@ -535,13 +527,6 @@ def _set_host_generators(states: Any) -> None:
         sys.modules["numpy.random"].set_state(pickle.loads(states[1]))  # noqa: S301 -- written here
 
 
-def _seed_host_generators(seed: int) -> None:
-    random.seed(seed)
-    numpy: Any = sys.modules.get("numpy.random")
-    if numpy is not None:
-        numpy.seed(seed)
-
-
 @contextmanager
 def _noting_functions(mode: Trace) -> Iterator[None]:
     """Tell ``mode`` of each call of a ``torch.autograd.Function``, for which torch has no mode."""
@@ -589,40 +574,28 @@ def _is_models(file: str) -> bool:
     return not file.startswith((_TORCH, _HERE)) and (_SITE in file or not file.startswith(_LIBRARY))
 
 
-def trace(
-    outline: Outline,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    *,
-    hidden: Mapping[str, Tensor] = MappingProxyType({}),
-    loss: Callable[[Any], Any] | None = None,
-    compared: bool = False,
-    unlike: bool = False,
-    skips: AbstractSet[Value] = frozenset(),
-) -> Trace:
-    """Run a model once, without gradients.
+def trace(outline: Outline, call: ModelCall, *, compared: bool = False) -> Trace:
+    """Run a model once, without gradients; ``compared``: fill `Trace.behind`."""
+    mode = Trace(call, compared=compared, first=first_of(outline, call.skips), skips=call.skips)
 
-    Args:
-        outline: of the model.
-        args: positional arguments of its forward.
-        kwargs: those by name.
-        hidden: more of these, which stand for the result of the embedding; their shapes are read.
-        loss: a function of what the forward returns, traced as well.
-        compared: fill `Trace.behind`.
-        unlike: give the host other numbers in place of those that it reads of values that are not there.
-        skips: values that stages have of others.
-    """
-    mode = Trace(device_of(args, kwargs), compared=compared, unlike=unlike, first=first_of(outline, skips), skips=skips)
-
-    def call(given: Any) -> Any:
-        given[1].update({name: mode.placed(one) for name, one in hidden.items()})
+    def forward(given: Any) -> Any:
+        given[1].update({name: mode.placed(one) for name, one in call.hidden.items()})
         return functional_call(outline.model, own, *given, tie_weights=False)
 
     with ExitStack() as stack:
         own = tensors_of(mode, outline.model, outline.first_names)
         watch(mode, stack, outline, outline.model)
-        run(mode, call, args, kwargs, loss)
+        run(mode, forward, call, call.loss)
     return mode
+
+
+def traces(outline: Outline, call: ModelCall, host: HostState, first: Trace | None = None) -> list[Trace]:
+    """Traces of the whole model: one, ``first`` if it has run; two where it has left something on the host.
+
+    What a later layer leaves there, an earlier one reads in the next forward.
+    """
+    runs = [first or trace(outline, call)]
+    return [*runs, trace(outline, call)] if host.changed() else runs
 
 
 def first_of(outline: Outline, skips: AbstractSet[Value]) -> int:
@@ -634,21 +607,12 @@ def first_of(outline: Outline, skips: AbstractSet[Value]) -> int:
     return int(bool(skips) and outline.assignment.num_stages > 1)
 
 
-def device_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.device:
-    """The device of the first tensor of a call."""
-    tensors = tensors_in((tuple(args), dict(kwargs)))
-    return tensors[0].device if tensors else torch.device("cpu")
-
-
 def tensors_of(mode: Trace, model: nn.Module, parameters: Mapping[str, str]) -> dict[str, Any]:
     """The traced tensors of a model, by name; those of ``parameters`` have no values."""
     made = {}
     for path, module in model.named_modules():  # each once: `functional_call` leaves what is given twice in its place
-        own = (
-            *module.named_parameters("", recurse=False, remove_duplicate=False),
-            *module.named_buffers("", recurse=False),
-        )
-        for key, one in own:
+        own = module.named_parameters("", recurse=False, remove_duplicate=False)
+        for key, one in (*own, *module.named_buffers("", recurse=False)):
             name = joined(path, key)
             made[name] = mode.outside(one, parameter=parameters.get(name, ""), state=True)
     return made
@@ -661,25 +625,21 @@ def watch(mode: Trace, stack: ExitStack, outline: Outline, model: nn.Module) -> 
         last_of_encoder = encoder is not None and number == encoder[1] - 1
         mode.watch_layer(stack, model.get_submodule(name), name, number, ends=not last_of_encoder)
     for name in outline.parts:
-        mode.watch_part(stack, model.get_submodule(name), name)
+        part = model.get_submodule(name)
+        stack.enter_context(part.register_forward_pre_hook(lambda _, __, name=name: mode.begin(name)))
+        stack.enter_context(part.register_forward_hook(lambda _, __, result: mode.end(result)))
     if encoder is not None:
         hook = model.get_submodule(encoder[0]).register_forward_hook
         stack.enter_context(hook(lambda _, __, result: mode.end_encoder(result)))
 
 
-def run(
-    mode: Trace,
-    call: Callable[[Any], Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    loss: Callable[[Any], Any] | None,
-) -> None:
-    """Trace ``call`` of the arguments, and ``loss`` of what it returns."""
-    given = tree_map(mode.outside, (tuple(args), dict(kwargs)))
+def run(mode: Trace, forward: Callable[[Any], Any], call: ModelCall, loss: Callable[[Any], Any] | None) -> None:
+    """Trace ``forward`` of the arguments of ``call``, and ``loss`` of what it returns."""
+    given = tree_map(mode.outside, (tuple(call.args), dict(call.kwargs)))
     with generators_as_before(), torch.no_grad(), Lists(), _noting_functions(mode), mode:
         mode.running = True
         try:
-            result = call(given)
+            result = forward(given)
             mode.result = result if loss is None else loss(result)
         finally:
             mode.running = False  # its tensors take part in nothing more

@@ -179,7 +179,6 @@ class _Cut:
         return model, assignment, proofs or self._proved(model, assignment, batch)
 
     def _assigned(self, whole: nn.Module) -> Assignment:
-        """The assignment of a model that can be cut so."""
         require_sizes(whole)
         require_not_compiled(whole)
         assignment = assign(whole, self.layout, self.names)
@@ -193,7 +192,6 @@ class _Cut:
         return assignment
 
     def _own(self, assignment: Assignment) -> set[str]:
-        """The names of the parameters of the stages."""
         return {name for number in self.numbers for name in assignment.parameters(number)}
 
     def _proved(self, whole: nn.Module, assignment: Assignment, batch: Any) -> Proofs:
@@ -202,11 +200,6 @@ class _Cut:
         if batch is not None:
             proofs.require(whole, *called_with(batch), None)
         return proofs
-
-    @property
-    def can_make(self) -> bool:
-        """Whether there is a function that makes the whole model."""
-        return self.make is not None
 
     def __call__(self, batch: Any) -> None:
         """`check_stages` of a call of stage 0."""

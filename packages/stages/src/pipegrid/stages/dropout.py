@@ -69,19 +69,15 @@ class DropoutMasks:
         text = f"{self.seed} {self.step} {self.lane if replica is None else replica} {microbatch}"
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=5).digest(), "big") << _LAYERS_BITS
 
-    def _begin(self, model: nn.Module, args: Any) -> None:
-        """Seed a forward at its start."""
-        del args
+    def _begin(self, model: nn.Module, _: Any) -> None:
         self._states.append(capture_torch())
         if getattr(model, "current_slice", None) is not None:
             raise CutError("DropoutMasks draws the masks of whole microbatches; leave it out where slices run")
         microbatch = model.current_microbatch if isinstance(model, Stage) else self.microbatch
         torch.manual_seed(self.base(microbatch, getattr(model, "current_replica", None)))
 
-    def _end(self, model: nn.Module, args: Any, result: Any) -> None:
-        """Give the script's generators back."""
-        del model, args, result
-        restore(self._states.pop())
+    def _end(self, *_: Any) -> None:
+        restore(self._states.pop())  # the script's own
 
 
 def _layers_of(model: nn.Module, names: Names | None) -> tuple[str, ...]:
@@ -95,8 +91,7 @@ def _seeding(number: int) -> Any:
     """A hook that seeds what comes after it: layer ``number`` (from 1), or what is behind the layers."""
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def seed(layer: nn.Module, *_: Any) -> None:
-        del layer
+    def seed(*_: Any) -> None:
         torch.manual_seed((torch.initial_seed() >> _LAYERS_BITS << _LAYERS_BITS) | number)
 
     return seed

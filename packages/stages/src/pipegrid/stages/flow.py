@@ -18,7 +18,6 @@ from pipegrid.stages.torch_compat import first_parameter, nan_like, tensors_in, 
 
 _STATES = ("hidden_states", "attentions")
 """Outputs with an entry for each layer, of which a stage has those of its own layers."""
-_TOGETHER = "cut the model such that all that it uses together is on one stage"
 
 
 class StageFlow:
@@ -51,9 +50,8 @@ class StageFlow:
             self.leaves.register_forward_hook(run.pass_on if self.after == self.encoders else run.leave)
             self.leaves = None
         encoded, arrived = self._encoded_of(received) if self.encoders else None, received
-        if (
-            run.needs.writes
-        ):  # in place: to what arrived, of which the stage sends some on, or to the batch of other stages
+        # In place: to what arrived, of which the stage sends some on, or to the batch of other stages.
+        if run.needs.writes:
             arrived, args, kwargs = tree_map_only(Tensor, _once(Tensor.clone), (received, args, kwargs))
         run.received, run.entered, run.left = self._hidden_of(arrived) if self.encoders else arrived, False, None
         place = self._parameter
@@ -76,7 +74,8 @@ class StageFlow:
             if "meta" not in str(error):
                 raise
             raise CutError(
-                f"the forward of {type(self.whole).__name__} reads a parameter of another stage: {error}; {_TOGETHER}"
+                f"the forward of {type(self.whole).__name__} reads a parameter of another stage: {error}; cut "
+                "the model such that all that it uses together is on one stage"
             ) from error
         finally:
             if hook is not None:

@@ -59,14 +59,11 @@ TABLE: Final = (  # Hugging Face's names, the more specific ones first
     ),
     Names(  # Llama, Qwen, Mistral, Gemma, Phi; Gemma 3n registers what makes its inputs of each layer after the layers
         "model.layers",
-        embedding=tuple(
-            f"model.{part}"
-            for part in (
-                "embed_tokens_per_layer",
-                "per_layer_model_projection",
-                "per_layer_projection_norm",
-                "altup_projections",
-            )
+        embedding=(
+            "model.embed_tokens_per_layer",
+            "model.per_layer_model_projection",
+            "model.per_layer_projection_norm",
+            "model.altup_projections",
         ),
     ),
     # LLaVA, Qwen-VL: the vision tower runs before the layers.
@@ -107,7 +104,9 @@ def find_names(model: nn.Module, given: Names | None = None, num_layers: int | N
     for prefix in _INSIDE:
         for names in TABLE:
             if {f"{prefix}{path}" for path in names.layers.values()} <= lists:
-                return _under(prefix, names, (_PROMPTS,) if prefix and hasattr(model, _PROMPTS) else ())
+                beside = {kind: tuple(f"{prefix}{part}" for part in getattr(names, kind)) for kind in _BESIDE}
+                beside["embedding"] += (_PROMPTS,) if prefix and hasattr(model, _PROMPTS) else ()
+                return Names({kind: f"{prefix}{path}" for kind, path in names.layers.items()}, **beside)
     candidates = dict(_candidates(model))
     if len(candidates) > 1:
         candidates = {path: layers for path, layers in candidates.items() if len(layers) == num_layers}
@@ -133,19 +132,9 @@ def _candidates(model: nn.Module) -> Iterator[tuple[str, list[nn.Module]]]:
         if outer and name.startswith(f"{outer}."):
             continue
         outer, layers = name, list(part.children())
-        if (
-            len(layers) > 1
-            and len({type(layer) for layer in layers}) == 1
-            and any(True for _ in layers[0].parameters())
-        ):
+        alike = len(layers) > 1 and len({type(layer) for layer in layers}) == 1
+        if alike and next(layers[0].parameters(), None) is not None:
             yield name, layers
-
-
-def _under(prefix: str, names: Names, prompts: tuple[str, ...]) -> Names:
-    """The names of a model that another module has under ``prefix``, and ``prompts`` beside it."""
-    beside = {kind: tuple(f"{prefix}{part}" for part in getattr(names, kind)) for kind in _BESIDE}
-    beside["embedding"] += prompts
-    return Names({kind: f"{prefix}{path}" for kind, path in names.layers.items()}, **beside)
 
 
 def _known(model: nn.Module, names: Names) -> Names:

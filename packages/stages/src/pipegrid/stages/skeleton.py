@@ -64,20 +64,15 @@ class StageRun:
     entered: bool = False  # the first part after the embedding has run
     left: Any = None  # what the last own layer returned
     encoded: Any = None  # the encoder's output, of a model that has one
-    # what the trace of the whole model has shown. Where that writes in place to what its parts return, what the
-    # stage replaces has memory of its own, and what it sends is kept from the model's own code
+    # where the model writes in place, what the stage replaces has memory of its own, and what it sends is kept from it
     needs: Needs = field(factory=Needs)
     device: torch.device | None = None  # of the stage, in a forward
     real: Collection[str] = ()  # the parts of other stages that run here, as their parameters came with a microbatch
     given: Collection[str] = ()  # the parts of other stages whose results came
 
-    def hidden(self) -> Tensor:
-        """The hidden states of what was received."""
-        return first_tensor(self.received)
-
     def stand_in(self, like: Tensor) -> Tensor:
         """NaN in place of ``like``, in the dtype of the hidden states: a ghost does not know that of FSDP2."""
-        hidden = like if self.received is None else self.hidden()
+        hidden = like if self.received is None else first_tensor(self.received)
         device = self.device if hidden.is_meta and self.device is not None else hidden.device
         made = nan_like(like.to(hidden.dtype) if like.is_meta and like.is_floating_point() else like, device)
         return made.clone() if self.needs.writes else made
@@ -99,9 +94,8 @@ class StageRun:
         kind, key = self.needs.encoder
         return kind(**{key: encoded})
 
-    def enter(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+    def enter(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
         """Hook of the first layer of the model: on a stage without the embedding, it takes what arrived."""
-        del layer
         if self.received is None or self.entered:
             return None
         self.entered = True
@@ -109,20 +103,17 @@ class StageRun:
             return (self.received, *args[1:]), kwargs
         return args, {**kwargs, next(iter(kwargs)): self.received}
 
-    def pass_on(self, layer: nn.Module, args: Any, result: Any) -> None:
+    def pass_on(self, _layer: nn.Module, _args: Any, result: Any) -> None:
         """Hook of the last own layer, of a stage that ends with the encoder."""
-        del layer, args
         self.left = result
 
-    def leave(self, layer: nn.Module, args: Any, result: Any) -> Any:
+    def leave(self, _layer: nn.Module, _args: Any, result: Any) -> Any:
         """Hook of the last own layer: what is sent is kept from the model's own code, which runs on to its end here."""
-        del layer, args
         self.left = result
         return tree_map_only(Tensor, lambda one: one.detach().clone(), result) if self.needs.writes else None
 
-    def encode(self, encoder: nn.Module, args: Any, result: Any) -> None:
+    def encode(self, _encoder: nn.Module, _args: Any, result: Any) -> None:
         """Hook of the encoder."""
-        del encoder, args
         self.encoded = result[0].clone() if self.needs.writes else result[0]
 
 
@@ -166,9 +157,8 @@ class Ghost(Tensor):
         return made
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(cls, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Take a stand-in on the device of the stage where the shape decides; else run on the meta device."""
-        del types
         kwargs, name = kwargs or {}, func.__name__
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 -- as torch documents for subclasses
             first = next(one for one in tree_leaves((args, kwargs)) if isinstance(one, cls))
@@ -180,13 +170,11 @@ class Ghost(Tensor):
             return func(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Ghost:
-        """A ghost for the copy of the stage."""
         made: Ghost = memo.setdefault(id(self), Ghost.of(self, copy.deepcopy(self.run, memo), earlier=self.earlier))
         return made
 
 
 def _ghost_of(part: nn.Module, run: StageRun, *, earlier: bool) -> nn.Module:
-    """A copy of ``part`` whose tensors are ghosts."""
     made = meta_copy(part, buffers=True)
     ghosts: dict[int, tuple[Ghost, Tensor]] = {}  # what is in two places stays one
     for module in made.modules():
@@ -199,13 +187,26 @@ def _ghost_of(part: nn.Module, run: StageRun, *, earlier: bool) -> nn.Module:
 
 
 class Placeholder(nn.Module):
-    """A part on another stage: no parameters; attributes are those of the part, with ghosts of its tensors."""
+    """A part on another stage: no parameters; attributes are those of the part, with ghosts of its tensors.
 
-    def __init__(self, name: str, part: nn.Module, run: StageRun, *, earlier: bool) -> None:
+    ``sends``: of a layer, it is the last before this stage. ``own``: the same module, which the stage has under another
+    name.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        part: nn.Module,
+        run: StageRun,
+        *,
+        earlier: bool,
+        sends: bool = False,
+        own: nn.Module | None = None,
+    ) -> None:
         super().__init__()
-        # No submodule: it has no place among the stage's parameters.
-        self.__dict__["ghost"] = _ghost_of(part, run, earlier=earlier)
-        self.name, self.run, self.earlier, self.training = name, run, earlier, part.training
+        # No submodules: they have no place among the stage's parameters.
+        self.__dict__.update(ghost=_ghost_of(part, run, earlier=earlier), own=own)
+        self.name, self.run, self.earlier, self.sends, self.training = name, run, earlier, sends, part.training
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "ghost" not in self.__dict__:
@@ -232,11 +233,7 @@ class Placeholder(nn.Module):
 
 
 class LayerPlaceholder(Placeholder):
-    """A layer on another stage; ``sends``: it is the last before this stage."""
-
-    def __init__(self, name: str, part: nn.Module, run: StageRun, *, earlier: bool, sends: bool) -> None:
-        super().__init__(name, part, run, earlier=earlier)
-        self.sends = sends
+    """A layer on another stage."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the stage before has sent, or a stand-in of it; a later layer ends the forward."""
@@ -263,13 +260,7 @@ class LayerPlaceholder(Placeholder):
 
 
 class PartPlaceholder(Placeholder):
-    """A part beside the layers on another stage; ``own``: the same module, which the stage has under another name."""
-
-    def __init__(
-        self, name: str, part: nn.Module, run: StageRun, *, earlier: bool, own: nn.Module | None = None
-    ) -> None:
-        super().__init__(name, part, run, earlier=earlier)
-        self.__dict__["own"] = own
+    """A part beside the layers on another stage."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return NaN in the shape of the part's result; a later part ends the forward."""
@@ -294,19 +285,15 @@ class ParametersPlaceholder(PartPlaceholder):
     """A list or dict of parameters on another stage, of which the model's own code takes entries."""
 
     def __getitem__(self, key: Any) -> Any:
-        """As of the part."""
         return self.__dict__["ghost"][key]
 
     def __len__(self) -> int:
-        """As of the part."""
         return len(self.__dict__["ghost"])
 
     def __iter__(self) -> Iterator[Any]:
-        """As of the part."""
         return iter(self.__dict__["ghost"])
 
     def __contains__(self, key: object) -> bool:
-        """As of the part."""
         return key in self.__dict__["ghost"]
 
 

@@ -7,7 +7,7 @@ the part. Another stage has a stand-in for the part, and where it uses the value
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -70,7 +70,7 @@ class SkipCarrier:
     """Takes and gives the values of one stage, in one forward after the other."""
 
     whole: nn.Module  # the stage's modules
-    stage: int  # its number
+    stage: int
     placement: Sequence[int]  # the position of each stage
     skips: Skips | None = None  # of the running call
     # by edge, the values received for this forward; None in a step without such edges
@@ -186,16 +186,8 @@ class SkipCarrier:
             if placeholder is not None:
                 self.real.add(str(placeholder.name))
 
-    def _own_parameter(self, value: Value) -> Tensor:
-        parameter = self.whole.get_parameter(value.part)
-        if type(parameter) is not nn.Parameter:
-            raise CutError(f"{value} is a {type(parameter).__name__}, and other stages use it; they take plain tensors")
-        # A view, so that gradients that come back are added as those of a use on this stage.
-        return parameter.view_as(parameter)
-
-    def _returned(self, part: str, module: nn.Module, args: Any, kwargs: Mapping[str, Any], result: Any) -> Any:
+    def _returned(self, part: str, _: nn.Module, args: Any, kwargs: Mapping[str, Any], result: Any) -> Any:
         """Hook of a part: note what it has made here, or return what came in place of a stand-in."""
-        del module
         call = self._calls[part]
         self._calls[part] += 1
         wanted = self._wanted.get((part, call))
@@ -203,9 +195,9 @@ class SkipCarrier:
             return None
         changed = False
 
-        def of(place: str, leaf: Any) -> Any:
+        def of(prefix: str, place: str, leaf: Any) -> Any:
             nonlocal changed
-            value = wanted.get(place)
+            value = wanted.get(prefix + place)
             if value is None or not isinstance(leaf, Tensor):
                 return leaf
             if value in self.values:
@@ -216,28 +208,18 @@ class SkipCarrier:
                 self.values[value] = leaf.clone()
             return leaf
 
-        mapped = mapped_by_place(of, result)
+        mapped = mapped_by_place(partial(of, ""), result)
         returned = mapped if changed else None
-        if part in self.skips.filled:
-            self._fill(self.skips.filled[part], mappings_of(args, kwargs), of, given=part in self.given)
-        return returned
-
-    @staticmethod
-    def _fill(
-        filled: Mapping[str, Mapping[Any, Any]],
-        mappings: Mapping[str, MutableMapping[Any, Any]],
-        of: Callable[[str, Any], Any],
-        *,
-        given: bool,
-    ) -> None:
-        """Take what a layer has put into its arguments or, where its results came, put in what came."""
-        for argument, entries in filled.items():
-            mapping = mappings.get(argument, {})
+        given = part in self.given
+        # What a layer has put into its arguments is taken or, where its results came, what came is put in.
+        for argument, entries in self.skips.filled.get(part, {}).items():
+            mapping = mappings_of(args, kwargs).get(argument, {})
             for key in entries if given else entries.keys() & mapping.keys():
-                place = place_in(argument, key)
-                entry = mapped_by_place(partial(_below, of, place), entries[key] if given else mapping[key])
+                entry = entries[key] if given else mapping[key]
+                entry = mapped_by_place(partial(of, place_in(argument, key)), entry)
                 if given:
                     mapping[key] = entry
+        return returned
 
     def leaving(self) -> dict[Edge, list[Tensor]]:
         """After a forward: what leaves by each edge.
@@ -245,15 +227,20 @@ class SkipCarrier:
         Raises:
             CutError: a part has not returned a value in this forward.
         """
-        found: dict[Edge, list[Tensor]] = {}
-        for edge, values in self._edges.items():
-            if edge.source == self.stage:
-                found[edge] = [self._own(value) for value in values]
-        return found
+        return {
+            edge: [self._own(value) for value in values]
+            for edge, values in self._edges.items()
+            if edge.source == self.stage
+        }
 
     def _own(self, value: Value) -> Tensor:
         if value.is_parameter and value not in self.values:
-            return self._own_parameter(value)
+            parameter = self.whole.get_parameter(value.part)
+            if type(parameter) is not nn.Parameter:
+                kind = type(parameter).__name__
+                raise CutError(f"{value} is a {kind}, and other stages use it; they take plain tensors")
+            # A view, so that gradients that come back are added as those of a use on this stage.
+            return parameter.view_as(parameter)
         if value not in self.values:
             raise CutError(f"{value.part} has not returned {value} on stage {self.stage}, which later stages use")
         tensor = self.values[value]
@@ -269,10 +256,6 @@ class SkipCarrier:
         while self._tables:
             table, key, before = self._tables.pop()
             table[key] = before
-
-
-def _below(of: Callable[[str, Any], Any], place: str, below: str, leaf: Any) -> Any:
-    return of(place + below, leaf)
 
 
 def edges_of(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -22,13 +22,9 @@ from pipegrid.stages.proof import Proofs, without
 from pipegrid.stages.proof.boundaries import size
 from pipegrid.stages.skeleton import Needs, StageRun, first_tensor, skeleton_of
 from pipegrid.stages.skips import SkipCarrier, edges_of
-from pipegrid.stages.slicing.slices import forward_of_slice, require_slices
+from pipegrid.stages.slicing.slices import SequenceSlice, forward_of_slice, require_slices
 from pipegrid.stages.tested_versions import say_untested_versions
 from pipegrid.stages.torch_compat import adopt, tree_map_only
-
-if TYPE_CHECKING:
-    from pipegrid.stages.slicing.part import SequenceSlice
-
 
 Compile = Literal["whole", "split"]
 _HIDDEN_AXES = 3  # rows, tokens, width
@@ -301,7 +297,7 @@ class Stage(nn.Module):
     def _comparison(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Callable[[], None] | None:
         """A comparison of the call in numbers, of a stage whose config asks for it or leaves it open."""
         check, asked = self._check, getattr(self.config, "check", None)
-        if check is None or asked is False or (asked is None and not (self.training and check.can_make)):
+        if check is None or asked is False or (asked is None and not (self.training and check.make is not None)):
             return None
         return lambda: check(by_name(self._flow.accepted, args, kwargs) if kwargs else args)
 

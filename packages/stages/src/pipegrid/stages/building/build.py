@@ -32,7 +32,7 @@ from pipegrid.stages.safetensors_files import Stored
 class PlannedModel:
     """The first run of a function that makes a model."""
 
-    factory: Callable[[], nn.Module]  # the function
+    factory: Callable[[], nn.Module]
     model: nn.Module  # with all parameters on the meta device
     plan: FirstRun  # what its parameters come from
     hidden: set[Stored]  # tensors of files that are left out, as stored twice
@@ -65,20 +65,16 @@ def planned(factory: Callable[[], nn.Module]) -> PlannedModel:
         raise CutError(f"model is {shown(factory)}; give a torch.nn.Module, or a function that makes one")
     host = HostState(factory, only=type)  # layers may be numbered by a class
     try:
-        return _planned(factory)
+        loaded = loads()
+        model, plan = _planned_once(factory, set())
+        if loads() and not loaded:  # the function has imported it, and its files were not watched
+            model, plan = _planned_once(factory, set())
+        hidden = stored_twice(model, plan.files_behind)
+        if hidden:
+            model, plan = _planned_once(factory, hidden)
+        return PlannedModel(factory, model, plan, hidden)
     finally:
         host.restore()
-
-
-def _planned(factory: Callable[[], nn.Module]) -> PlannedModel:
-    loaded = loads()
-    model, plan = _planned_once(factory, set())
-    if loads() and not loaded:  # the function has imported it, and its files were not watched
-        model, plan = _planned_once(factory, set())
-    hidden = stored_twice(model, plan.files_behind)
-    if hidden:
-        model, plan = _planned_once(factory, hidden)
-    return PlannedModel(factory, model, plan, hidden)
 
 
 def whole_of(model: nn.Module | Callable[[], nn.Module]) -> nn.Module:

@@ -111,11 +111,8 @@ class _TensorSlice:
 def stored_twice(model: nn.Module, origin: Callable[[nn.Parameter], Collection[Stored]]) -> set[Stored]:
     """The tensors in files that a model has tied to others with the same values in the files.
 
-    transformers ties them when it has compared values, which it does not have on the meta device.
-
-    Args:
-        model: on the meta device.
-        origin: what of files a parameter is made of.
+    transformers ties them when it has compared values, which it does not have on the meta device. ``origin`` gives what
+    of files a parameter is made of.
 
     Raises:
         CutError: the config ties two parameters whose values in the files differ; or this transformers has other names

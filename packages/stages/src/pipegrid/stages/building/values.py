@@ -63,13 +63,7 @@ class Scratch:
 
 
 class Values(Events):  # type: ignore[no-untyped-call]
-    """The second run: own parameters, and all that they come from, have the values of one process.
-
-    Args:
-        plan: of the first run.
-        needed: the events that get values.
-        others: those behind parameters without values.
-    """
+    """The second run: the events ``needed`` get the values of one process; ``others`` are behind other parameters."""
 
     def __init__(self, plan: FirstRun, needed: set[Event], others: set[Event]) -> None:
         super().__init__()

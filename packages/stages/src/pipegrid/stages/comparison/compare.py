@@ -48,7 +48,6 @@ class Compared:
     norm: float
 
     def __str__(self) -> str:
-        """One line."""
         where = " and ".join(map(str, self.stages))
         return f"{self.name} on stage {where}: error {self.error:.2g} of the norm {self.norm:.3g}"
 
@@ -95,11 +94,8 @@ class StageComparison:
     @property
     def holds(self) -> bool:
         """Whether the stages compute what the whole model computes."""
-        return not self.different and self._loss_error <= self.limit
-
-    @property
-    def _loss_error(self) -> float:
-        return abs(self.loss_of_stages - self.loss) / max(abs(self.loss), self.limit)
+        error = abs(self.loss_of_stages - self.loss) / max(abs(self.loss), self.limit)
+        return not self.different and error <= self.limit
 
     def require(self) -> None:
         """Raise where stages and model differ.
@@ -119,10 +115,13 @@ class StageComparison:
         )
 
     def __str__(self) -> str:
-        """The proof, then the loss, and a line for the gradients of each stage."""
         stages = sorted({stage for one in self.gradients for stage in one.stages})
         lines = [str(self.proof), self._losses()]
-        lines += [self._stage(stage, [one for one in self.gradients if stage in one.stages]) for stage in stages]
+        for stage in stages:
+            own = [one for one in self.gradients if stage in one.stages]
+            worst = max(own, key=lambda one: one.error)
+            which = f" ({worst.name})" if worst.error else ""
+            lines.append(f"stage {stage}: {len(own)} gradients, the largest error {worst.error:.2g}{which}")
         if self.updates:
             worst = max(self.updates, key=lambda one: one.error)
             lines.append(f"{len(self.updates)} parameters after an update, the largest error {worst.error:.2g}")
@@ -133,11 +132,6 @@ class StageComparison:
 
     def _losses(self) -> str:
         return f"loss {self.loss:.8g}, of the stages {self.loss_of_stages:.8g}"
-
-    def _stage(self, number: int, gradients: Sequence[Compared]) -> str:
-        worst = max(gradients, key=lambda one: one.error)
-        which = f" ({worst.name})" if worst.error else ""
-        return f"stage {number}: {len(gradients)} gradients, the largest error {worst.error:.2g}{which}"
 
 
 def compare(
@@ -154,17 +148,7 @@ def compare(
     """Run one microbatch through the whole model and through its stages, in this process, as `check_stages`.
 
     The whole model and all stages are in memory together. Generators, and ``.grad`` of what the call is given, stay as
-    they were.
-
-    Args:
-        make: the whole model.
-        stage_of: the stage of a number, with parameters of its own.
-        args: of the call of the whole model; tensors are moved to its device.
-        kwargs: likewise.
-        carry: as in `check_stages`, as are ``loss``, ``dtype`` and ``optimizer``.
-        loss: of what the model returns.
-        dtype: of the computation.
-        optimizer: of named parameters.
+    they were. ``stage_of`` gives the stage of a number, with parameters of its own; the others are as there.
 
     Raises:
         CutError: the cut is not proved, values of stages and model differ from the start, or nothing has a gradient.
@@ -229,8 +213,7 @@ class _Hosts:
         self._make = make
         self._start = HostState(make)
         self._states: dict[int, HostState] = {}
-        # Which have what the function does not reach, such as classes that it looks up:
-        self._made: list[HostState] = []
+        self._made: list[HostState] = []  # which have what the function does not reach: classes that it looks up
 
     def __enter__(self) -> Self:
         return self
@@ -326,7 +309,6 @@ def _contiguous(whole: nn.Module, stages: Sequence[Any]) -> Iterator[None]:
 
 
 def _gradients(whole: nn.Module, loss: Tensor, hosts: _Hosts) -> Gradients:
-    """The gradients of the whole model's trained parameters."""
     own = trained(whole)
     with hosts.of(whole):
         return dict(zip(own, torch.autograd.grad(loss, list(own.values()), allow_unused=True), strict=True))
@@ -349,12 +331,7 @@ def _of_stages(
 
 
 def _updates(
-    optimizer: OptimizerOf,
-    whole: nn.Module,
-    stages: Sequence[Any],
-    right: Gradients,
-    hosts: _Hosts,
-    limit: float,
+    optimizer: OptimizerOf, whole: nn.Module, stages: Sequence[Any], right: Gradients, hosts: _Hosts, limit: float
 ) -> Iterator[Compared]:
     """Updates of an optimizer for each stage, beside one of all; of equal gradients, those of all."""
     before = {name: one.detach().clone() for name, one in trained(whole).items()}
@@ -370,7 +347,6 @@ def _updates(
 def _stepped(
     optimizer: OptimizerOf, model: nn.Module, tied: Mapping[str, str], right: Gradients, hosts: _Hosts
 ) -> Iterator[tuple[str, Tensor]]:
-    """The parameters of ``model`` after a step, by their names in the whole model."""
     named = [(tied.get(name, name), one) for name, one in trained(model).items()]
     for name, one in named:
         gradient = right[name]

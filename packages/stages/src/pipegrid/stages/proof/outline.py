@@ -59,11 +59,7 @@ class Outline:
                 setattr(module, name, buffer.to(dtype(buffer)))  # the model's own buffer stays
 
     def take_modes(self, stage: nn.Module) -> None:
-        """Train or evaluate each module as ``stage`` does; those of other stages as made, unless all of it has changed.
-
-        Args:
-            stage: of the model, or all of it.
-        """
+        """Train or evaluate each module as ``stage`` does; those of others as made, unless all has changed."""
         own = dict(stage.named_modules())
         changed = stage.training != self._made[""]
         for name, module in self.model.named_modules():
@@ -72,7 +68,6 @@ class Outline:
 
     @cached_property
     def _made(self) -> dict[str, bool]:
-        """Whether each module was made in training mode."""
         return {name: module.training for name, module in self.model.named_modules()}
 
     def require_no_layerdrop(self) -> None:

@@ -410,9 +410,8 @@ class Absent(Tensor):
         return made
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(cls, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Raise: the value is not here. It has no gradient, which FSDP2 asks of all that a stage returns."""
-        del types
         if func == _HAS_GRADIENT:
             return False
         place = next(one.place for one in tree_leaves((args, kwargs)) if isinstance(one, Absent))

@@ -259,9 +259,8 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     # ---- Operations
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run ``func`` on values where the batch determines all of them, else on shapes."""
-        del types
         args, kwargs = tree_map(self.outside, args), tree_map(self.outside, kwargs or {})
         inputs = traced_in((args, kwargs))
         targets = traced_in(written_by(func, args, kwargs))

@@ -81,7 +81,7 @@ class Traced(Tensor):
 
     owner: Any  # the trace
     behind: Tensor  # its values, or its shape on the meta device
-    cell: Cell  # what its storage holds
+    cell: Cell
     origin: Operation  # the operation that made this view of the storage
     placed: bool  # a stage needed a parameter, a random number or a part of another stage to make this view
     # pairs of operations, the one that made its value and one that used it behind a boundary
@@ -146,7 +146,6 @@ class Traced(Tensor):
         return format(repr(self) if self.dim() else self.item(), spec)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        """The shape, and whether there are values."""
         return f"Traced({tuple(self.shape)}, {self.dtype}, {'known' if self.cell.known else 'unknown'})"
 
 
@@ -171,7 +170,12 @@ def read(func: Any, args: tuple[Any, ...], number: Callable[[torch.dtype], Any])
     if func is _aten._grouped_mm.default:  # noqa: SLF001 -- torch knows its shapes in bfloat16 alone
         return args[0].new_empty(_grouped_shape(args[0].shape, args[1].shape, args[2].shape))
     if func is _aten.index.Tensor and any(is_mask(index) for index in args[1]):
-        return func(args[0], _every_place(args[1]))
+        places = [
+            torch.empty(index.numel(), dtype=torch.long, device="meta") if is_mask(index) else index
+            for index in args[1]
+            for _ in range(index.dim() if is_mask(index) else 1)
+        ]
+        return func(args[0], places)
     if func in (_aten.index_put_.default, _aten.index_put.default) and any(is_mask(index) for index in args[1]):
         return args[0] if func is _aten.index_put_.default else torch.empty_like(args[0])
     return NotImplemented
@@ -184,21 +188,10 @@ def _grouped_shape(a: torch.Size, b: torch.Size, offsets: torch.Size) -> tuple[i
     return (a[-2], b[-1]) if len(a) != len(b) else (a[0], a[1], b[2])
 
 
-def _every_place(indices: list[Any]) -> list[Any]:
-    found: list[Any] = []
-    for index in indices:
-        if is_mask(index):
-            found.extend(torch.empty(index.numel(), dtype=torch.long, device="meta") for _ in range(index.dim()))
-        else:
-            found.append(index)
-    return found
-
-
 class Lists(TorchFunctionMode):
     """``torch.tensor`` of a list that holds traced tensors, which reads memory, becomes a stack of them."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        del types
+    def __torch_function__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         options = kwargs or {}
         if func in (torch.tensor, torch.as_tensor) and traced_in(args):
             return _stacked(args[0]).to(dtype=options.get("dtype"), device=options.get("device"))

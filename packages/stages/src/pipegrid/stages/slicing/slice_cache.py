@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
 if TYPE_CHECKING:
-    from pipegrid.stages.slicing.part import SequenceSlice
+    from pipegrid.stages.slicing.slices import SequenceSlice
 
 
 class SliceCache(Cache):
@@ -29,13 +29,11 @@ class _Layer(DynamicLayer):  # type: ignore[no-untyped-call]  # of transformers
         super().__init__()  # type: ignore[no-untyped-call]
         self._part, self._number, self._past, self._read = part, number, past, read
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Keys and values up to the end of the slice, ``[batch, heads, tokens, head size]``."""
-        del args, kwargs
         self._read.add(self._number)
         return self._part.update(key_states, value_states, self._number)
 
-    def get_seq_length(self, *args: Any) -> int:
+    def get_seq_length(self, *_: Any) -> int:
         """Tokens of the earlier slices: also after `update`, since a forward asks for it at its start."""
-        del args
         return self._past

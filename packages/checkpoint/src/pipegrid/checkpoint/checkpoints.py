@@ -73,9 +73,8 @@ class Checkpoints:
         self.directory = Path(directory)
         self.keep: int = checked(keep, Count, "keep", CheckpointError)
         checked(replicas, Literal["equal", "first"], "replicas", CheckpointError)
-        self._job = CheckpointRanks(
-            group, timeout, checked(deadline, Seconds | None, "deadline", CheckpointError), monitor
-        )
+        deadline = checked(deadline, Seconds | None, "deadline", CheckpointError)
+        self._job = CheckpointRanks(group, timeout, deadline, monitor)
         self._saver = Saver(self._job, self.directory, keep=self.keep, replicas=replicas)
         self._snapshots: Snapshots | None = None
         self._pending = Pending()

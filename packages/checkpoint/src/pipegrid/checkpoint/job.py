@@ -136,19 +136,13 @@ class CheckpointRanks:
             CheckpointMismatchError: names are local to a stage, or shapes differ; on every rank.
         """
         found = [cattrs.structure(table, tuple[Held, ...]) for table in self.gather(held)]
-        forms = [
-            {
-                f"{one.name!r} of module {one.module!r}": (
-                    "tied" if one.tied else f"stage {one.stage}",
-                    list(one.shape),
-                    one.dtype,
-                )
-                for one in table
-            }
-            for table in found
-        ]
+
+        def form(one: Held) -> tuple[str, Any]:
+            at = "tied" if one.tied else f"stage {one.stage}"
+            return f"{one.name!r} of module {one.module!r}", (at, list(one.shape), one.dtype)
+
         hint = "; names are those of the whole model: give names=whole_names(...), or ties=..."
-        _require_equal(outcome, forms, hint)
+        _require_equal(outcome, [dict(map(form, table)) for table in found], hint)
         return found
 
     def together(self, what: str, function: Callable[[], Any]) -> list[Any]:
@@ -157,12 +151,14 @@ class CheckpointRanks:
         Raises:
             CheckpointError: it raised on some rank; the same text on every rank, in the class of the first error.
         """
-        result, failed = None, None
+        result, failed, told = None, None, None
         try:
             result = function()
         except Exception as error:  # noqa: BLE001 -- raised below, on all ranks
-            failed = error
-        outcomes = self.gather((result, None if failed is None else _told(failed)))
+            failed, kind = error, type(error).__name__
+            known = isinstance(error, CheckpointError)
+            told = (kind, str(error)) if known else (CheckpointError.__name__, f"{kind}: {error}")
+        outcomes = self.gather((result, told))
         faults = [(rank, *told) for rank, (_, told) in enumerate(outcomes) if told is not None]
         if faults:
             rank, kind, text = faults[0]
@@ -212,9 +208,3 @@ def reached(what: str = "") -> Iterator[None]:
         known = isinstance(error, CheckpointError)  # else of the process group
         text = str(error) if known else f"a rank of the job is gone, or does not save and load: {error}"
         raise CheckpointError(what + text) from error
-
-
-def _told(error: Exception) -> tuple[str, str]:
-    if isinstance(error, CheckpointError):
-        return type(error).__name__, str(error)
-    return CheckpointError.__name__, f"{type(error).__name__}: {error}"

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from pipegrid.checkpoint.errors import CheckpointMismatchError
@@ -56,31 +55,24 @@ def load_safetensors(state: TrainingState, path: str | os.PathLike[str]) -> None
         >>> save_file({"weight": torch.ones(4, 4)}, "ones.safetensors")
         >>> load_safetensors(TrainingState(stages={"model": {0: stage}}), "ones.safetensors")
     """
-    from safetensors import SafetensorError
+    from safetensors import SafetensorError, safe_open
 
+    path, by_module = Path(path), dict[str, list[Slot]]()
+    for slot in known_state(state).slots():
+        by_module.setdefault(slot.held.module, []).append(slot)
+    paths = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
     try:
-        _load(known_state(state), Path(path))
+        with ExitStack() as opened:
+            files = [opened.enter_context(safe_open(each, framework="pt")) for each in paths]
+            there = {name: file for file in files for name in file.keys()}  # noqa: SIM118 -- no mapping
+            for module, slots in by_module.items():
+                for slot, name in _found(module, slots, there, path.name):
+                    _fill(slot, name, there[name])
     except SafetensorError as error:
         raise CorruptCheckpointError(f"{path} is no safetensors file: {error}") from error
 
 
-def _load(state: TrainingState, path: Path) -> None:
-    from safetensors import safe_open
-
-    by_module: dict[str, list[Slot]] = {}
-    for slot in state.slots():
-        by_module.setdefault(slot.held.module, []).append(slot)
-    paths = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
-    with ExitStack() as opened:
-        files = [opened.enter_context(safe_open(each, framework="pt")) for each in paths]
-        there = {name: file for file in files for name in file.keys()}  # noqa: SIM118 -- no mapping
-        for module, slots in by_module.items():
-            for slot, name in _found(module, slots, there, path.name):
-                _fill(slot, name, there[name])
-
-
 def _found(module: str, slots: Sequence[Slot], there: Mapping[str, Any], file: str) -> list[tuple[Slot, str]]:
-    """The name of each slot in a file."""
     for prefix in ("", f"{module}."):
         named = [
             (slot, next((prefix + name for name in (slot.held.name, *slot.aliases) if prefix + name in there), None))
@@ -89,9 +81,8 @@ def _found(module: str, slots: Sequence[Slot], there: Mapping[str, Any], file: s
         found = [(slot, name) for slot, name in named if name is not None]
         if len(found) == len(slots):
             return found
-    missing = next(
-        slot.held.name for slot in slots if not {slot.held.name, f"{module}.{slot.held.name}"} & there.keys()
-    )
+    names = [slot.held.name for slot in slots]
+    missing = next(name for name in names if not {name, f"{module}.{name}"} & there.keys())
     raise CheckpointMismatchError(f"{file} has no {missing}, nor {module}.{missing}, for module {module!r}")
 
 
@@ -197,7 +188,6 @@ def _names(found: Manifest, module: str | None) -> dict[str, str]:
 
 
 def _bytes_of(size: int | str) -> int:
-    """Bytes of ``"5GB"`` and its like."""
     parts = re.fullmatch(r"(\d+(?:\.\d+)?) *([KMG]I?B)?", str(size).upper())
     found = 0 if parts is None else int(float(parts[1]) * _UNITS[parts[2] or ""])
     if isinstance(size, bool) or found < 1:
@@ -206,7 +196,6 @@ def _bytes_of(size: int | str) -> int:
 
 
 def _shards(found: Manifest, names: Mapping[str, str], limit: int) -> dict[str, dict[str, str]]:
-    """The keys and names of each file, filled in order."""
     shards = [{key: names[key] for key in keys} for keys in _together(found, names, limit)]
     if len(shards) == 1:
         return {"model.safetensors": shards[0]}
@@ -265,26 +254,19 @@ def _write(checkpoint: Path, found: Manifest, names: Mapping[str, str], target: 
     for key, name in names.items():
         entry = found.tensors[key]
         start, end = end, end + _nbytes(found, key)
-        header[name] = {
-            "dtype": CODES[dtype_of(entry.dtype)],
-            "shape": list(entry.shape),
-            "data_offsets": [start, end],
-        }
+        code = CODES[dtype_of(entry.dtype)]
+        header[name] = {"dtype": code, "shape": list(entry.shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     aside = target.with_name(f".{target.name}.part")
     with aside.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for keys in _together(found, names, _TOGETHER):
-            for tensor in _read(checkpoint, found, keys):
+            entries = {key: found.tensors[key] for key in keys}
+            tensors = {key: torch.empty(entry.shape, dtype=dtype_of(entry.dtype)) for key, entry in entries.items()}
+            dcp.load(checkpoint, found, tensors)
+            for tensor in tensors.values():
                 file.write(raw_bytes(tensor))
         file.flush()
         os.fsync(file.fileno())
     aside.rename(target)
-
-
-def _read(checkpoint: Path, found: Manifest, keys: Sequence[str]) -> list[Tensor]:
-    entries = {key: found.tensors[key] for key in keys}
-    tensors = {key: torch.empty(entry.shape, dtype=dtype_of(entry.dtype)) for key, entry in entries.items()}
-    dcp.load(checkpoint, found, tensors)
-    return list(tensors.values())

@@ -106,11 +106,7 @@ def numbered(module: str, stages: Any, grids: Mapping[str, Any] | None) -> dict[
 
 
 def slots_of(
-    module: str,
-    number: int,
-    stage: nn.Module,
-    names: Mapping[str, str] | None,
-    ties: Sequence[Tie],
+    module: str, number: int, stage: nn.Module, names: Mapping[str, str] | None, ties: Sequence[Tie]
 ) -> list[Slot]:
     """The slots of a stage's stored tensors: parameters once, and buffers that are part of its ``state_dict``."""
     saved = {bare_name(name) for name in stage.state_dict()}  # a hook of FSDP2 shards the parameters again, here
@@ -131,9 +127,8 @@ def slots_of(
         declared = next((name for name in whole if name in tied), None)
         name = whole[0] if declared is None else tied[declared]
         _, owner, leaf, tensor, parameter = places[0]
-        held = Held(
-            module, name, number, declared is not None, parameter, tuple(tensor.shape), dtype_name(tensor.dtype)
-        )
+        shape, dtype = tuple(tensor.shape), dtype_name(tensor.dtype)
+        held = Held(module, name, number, declared is not None, parameter, shape, dtype)
         if name in made:
             raise CheckpointError(f"module {module!r} stage {number} has two tensors with the name {name!r}")
         made[name] = Slot(held, owner, leaf, tuple(other for other in whole if other != name))

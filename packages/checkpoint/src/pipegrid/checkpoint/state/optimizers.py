@@ -89,15 +89,6 @@ def _like(parameter: Tensor, manifest: Manifest, key: str, group: Mapping[str, A
     return torch.empty(entry.shape, dtype=dtype, device=parameter.device if on_device else "cpu")
 
 
-def restore_states(states: Sequence[tuple[Any, Tensor, dict[str, Any]]]) -> None:
-    """Give every parameter its loaded state; one without a saved state has none."""
-    for optimizer, parameter, state in states:
-        if state:
-            optimizer.state[parameter] = state
-        else:
-            optimizer.state.pop(parameter, None)
-
-
 def kind_of(optimizer: Any) -> str:
     """The class of an optimizer: of a subclass of one of torch the latter, ``torch.optim.AdamW``."""
     cls = type(optimizer)
@@ -224,30 +215,17 @@ def _changed(what: str, optimizer: Any, group: Mapping[str, Any], saved: GroupEn
     """Options that the script has otherwise than the checkpoint, apart from what a schedule changes every step."""
     both = group.keys() & saved.options.keys()
     scheduled = {"momentum", "betas"} if _CYCLED & saved.options.keys() else set()
-    for option in sorted(both - _COMPUTED - scheduled - _CYCLED - {"initial_lr", "lr"}):
-        if not _same(group[option], saved.options[option]):
-            yield _difference(what, option, group[option], saved.options[option])
+    compared = sorted(both - _COMPUTED - scheduled - _CYCLED - {"initial_lr", "lr"})
+    pairs = {option: (group[option], saved.options[option]) for option in compared}
     made = dict(_defaults(optimizer))
-    if "lr" not in both:
-        return
-    if "initial_lr" in both:
-        own, old = group["initial_lr"], saved.options["initial_lr"]
-    elif "lr" in made and "lr" in saved.defaults:
-        own, old = made["lr"], saved.defaults["lr"]
-    else:
-        return
-    if not _same(own, old):
-        yield _difference(what, "lr", own, old)
-
-
-def _difference(what: str, option: str, own: Any, old: Any) -> str:
-    ours, theirs = _bare(own), _bare(from_plain(old))
-    return f"{option} of {what} is {ours!r:.80} in the script and {theirs!r:.80} in the checkpoint"
-
-
-def _same(own: Any, old: Any) -> bool:
-    ours, theirs = _bare(own), _bare(from_plain(old))
-    return ours == theirs or repr(ours) == repr(theirs)  # NaN is equal to itself here
+    if {"lr", "initial_lr"} <= both:
+        pairs["lr"] = group["initial_lr"], saved.options["initial_lr"]
+    elif "lr" in both and "lr" in made and "lr" in saved.defaults:
+        pairs["lr"] = made["lr"], saved.defaults["lr"]
+    for option, (own, old) in pairs.items():
+        ours, theirs = _bare(own), _bare(from_plain(old))
+        if not (ours == theirs or repr(ours) == repr(theirs)):  # NaN is equal to itself here
+            yield f"{option} of {what} is {ours!r:.80} in the script and {theirs!r:.80} in the checkpoint"
 
 
 def _bare(value: Any) -> Any:

@@ -33,7 +33,7 @@ class Snapshot:
     boxes: Sequence[dcp.Box]  # this rank's parts of the tensors, and their copies
     events: Sequence[Any]  # end when the copies are complete
     held: tuple[Held, ...]  # the tensors of the model
-    random: States  # states of the random generators
+    random: States
     plan: str | None  # the text of the step's plan
     manifest: Manifest  # of this rank alone, without tensors and files
 
@@ -57,7 +57,8 @@ class Snapshots:
 
     def __init__(self, state: TrainingState) -> None:
         self.state = state
-        self._plan, self._grids, self._layout = _plan_text(state.plan), _grids(state.grids), _layout(state.layout)
+        self._plan, self._layout = _plan_text(state.plan), _layout(state.layout)
+        self._grids = None if state.grids is None else {name: _grid(grid) for name, grid in state.grids.items()}
         self._model: StateTensors | None = None
         self._tensors: dict[str, Tensor] = {}  # of the snapshot before, by key
         self._boxes: list[dcp.Box] = []
@@ -137,7 +138,12 @@ class Snapshots:
             foreach.copy_(copies, sources)
         for source, copy in zip(sources, copies, strict=True) if devices else ():
             copy.copy_(source, non_blocking=True)
-        return [_recorded(device) for device in devices]
+        events = []
+        for device in devices:
+            module = torch.get_device_module(device)
+            events.append(module.Event())
+            events[-1].record(module.current_stream(device))
+        return events
 
 
 def _alike(tensor: Tensor, known: Tensor) -> bool:
@@ -153,25 +159,12 @@ def _room_for(tensor: Tensor) -> Tensor:
     return torch.empty(local.shape, dtype=local.dtype, pin_memory=not local.is_cpu)
 
 
-def _recorded(device: torch.device) -> Any:
-    module = torch.get_device_module(device)
-    event = module.Event()
-    event.record(module.current_stream(device))
-    return event
-
-
 def _plan_text(plan: Any) -> str | None:
     if plan is None or isinstance(plan, str):
         return plan
     from pipegrid.plans.plan import to_text
 
     return to_text(plan)
-
-
-def _grids(grids: Mapping[str, Any] | None) -> Any:
-    if grids is None:
-        return None
-    return {name: _grid(grid) for name, grid in grids.items()}
 
 
 def _grid(grid: Any) -> dict[str, Any]:

@@ -102,11 +102,7 @@ def save(
 ) -> tuple[dict[str, TensorEntry], list[tuple[WriteItem, Any]]]:
     """Write the files of a checkpoint and sync them; all ranks of ``group`` together, or this process alone.
 
-    Args:
-        path: the folder.
-        boxes: of this rank.
-        group: of the ranks.
-        lowest: the lowest of the ranks that hold a box writes it, or else the least busy.
+    ``boxes``: of this rank. ``lowest``: the lowest of the ranks that hold a box writes it, or else the least busy.
 
     Returns:
         The tensors of all ranks by key, without their chunks; the boxes that this rank has written, for `written`.

@@ -81,8 +81,7 @@ def publish(aside: Path, step: int) -> Path:
     """Switch a whole checkpoint from aside into its place."""
     sync(aside)
     directory = aside.parent
-    matches = (_SAVED.fullmatch(other.name) for other in directory.iterdir())
-    number = max((int(match[1]) for match in matches if match is not None), default=0) + 1
+    number = 1 + max((saved.number for saved in named_in(directory)), default=0)
     path = directory / f"save-{number:04}-step-{step:08}"
     aside.rename(path)
     sync(directory)
@@ -98,7 +97,6 @@ def prune(directory: Path, keep: int) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Remove a folder, or the link to one."""
     if path.is_symlink():
         path.unlink()
     else:

@@ -20,8 +20,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final
 
-from attrs import define
-
 from pipegrid.core.strict_json import read_json
 from pipegrid.stages.errors import CheckpointError
 
@@ -34,13 +32,8 @@ _UNSUPPORTED: Final = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVA
 _LONGEST: Final = 4096
 
 
-@define(eq=False)
-class _Held:
-    descriptor: int
-    users: int
-
-
-_held: dict[tuple[int, str], _Held] = {}  # by process and directory: a process's own lock never conflicts with itself
+# By process and directory, for a process's own lock never conflicts with itself: the descriptor, and how many use it.
+_held: dict[tuple[int, str], tuple[int, int]] = {}
 
 
 class Lock:
@@ -53,22 +46,20 @@ class Lock:
     def __init__(self, directory: Path) -> None:
         self._path = directory.resolve() / FILE
         self._key = (os.getpid(), str(self._path))
-        held = _held.get(self._key)
-        if held is None:
-            held = _held[self._key] = _Held(_taken(self._path), 0)
-        held.users += 1
+        descriptor, users = _held.get(self._key) or (_taken(self._path), 0)
+        _held[self._key] = descriptor, users + 1
 
     def release(self) -> None:
         """Let others use the directory, unless this process still does."""
-        held = _held.get(self._key)
-        if held is None or self._key[0] != os.getpid():
+        if self._key not in _held or self._key[0] != os.getpid():
             return
-        held.users -= 1
-        if not held.users:
-            del _held[self._key]
-            with contextlib.suppress(OSError):  # a directory that is gone, or may no longer be written to
-                self._path.unlink()  # before the lock ends: another process looks whether its file is still there
-            os.close(held.descriptor)
+        descriptor, users = _held.pop(self._key)
+        if users > 1:
+            _held[self._key] = descriptor, users - 1
+            return
+        with contextlib.suppress(OSError):  # a directory that is gone, or may no longer be written to
+            self._path.unlink()  # before the lock ends: another process looks whether its file is still there
+        os.close(descriptor)
 
 
 def _taken(path: Path) -> int:
@@ -111,19 +102,14 @@ def _is_locked(path: Path, descriptor: int) -> bool:
         return False
 
 
-def _require_patience(path: Path, descriptor: int, waited: float, run: object) -> None:
+def _require_patience(path: Path, descriptor: int, waited: float, own_run: object) -> None:
     """Raise where the holder has had the time to end."""
-    name, other = _holder(descriptor)
-    if waited > (_TAKEOVER if run and run == other else _ENDING):
-        raise CheckpointError(f"{path.parent} is in use by {name}; end it, or choose another directory")
-
-
-def _holder(descriptor: int) -> tuple[str, str]:
-    """The holder of the lock, as a text, and its run."""
     try:
         told = read_json(os.pread(descriptor, _LONGEST, 0).decode())
         run = str(told["run"])[:80]
         name = f"process {told['pid']!r:.20} on {told['host']!s:.80}, since {told['started']!s:.40}"
     except (ValueError, KeyError, TypeError, RecursionError):
-        return "another process", ""
-    return name + (f", run {run}" if run else ""), run
+        name, run = "another process", ""
+    if waited > (_TAKEOVER if run and run == own_run else _ENDING):
+        name += f", run {run}" if run else ""
+        raise CheckpointError(f"{path.parent} is in use by {name}; end it, or choose another directory")

@@ -23,12 +23,7 @@ _BLOCK = 2**22
 
 
 def _file_name(value: Any) -> str:
-    if (
-        not isinstance(value, str)
-        or value in {"", ".", ".."}
-        or not value.isprintable()
-        or not {*"/\\"}.isdisjoint(value)
-    ):
+    if not isinstance(value, str) or value in {"", ".", ".."} or not value.isprintable() or {*"/\\"} & {*value}:
         raise ValueError
     return value
 
@@ -90,7 +85,7 @@ class Manifest:
     # by ``model/MODULE/NAME``, ``optimizer/MODULE/NAME/ENTRY`` and ``random/RANK/KIND``
     tensors: dict[str, TensorEntry]
     files: dict[str, FileEntry]  # those without tensors
-    groups: tuple[GroupEntry, ...]  # parameter groups
+    groups: tuple[GroupEntry, ...]
     values: dict[str, Any]  # entries of optimizer states that are no tensors, by the same keys
     scaler: Any
     data: Any  # the data position
@@ -145,13 +140,10 @@ def file_entry(path: Path) -> FileEntry:
 def parts(manifest: Manifest, only: Container[str] | None = None) -> Iterator[tuple[str, str, int, int, int]]:
     """The checksummed parts (name, file, start, length, checksum): all, or ``only`` those of some keys and files."""
     for name, entry in manifest.files.items():
-        if only is not None and name not in only:
-            continue
-        yield f"the file {name}", name, 0, entry.length, entry.crc32
+        if only is None or name in only:
+            yield f"the file {name}", name, 0, entry.length, entry.crc32
     for key, tensor in manifest.tensors.items():
-        if only is not None and key not in only:
-            continue
-        for chunk in tensor.chunks:
+        for chunk in tensor.chunks if only is None or key in only else ():
             yield f"the tensor {key}", chunk.file, chunk.start, chunk.length, chunk.crc32
 
 

@@ -50,7 +50,10 @@ def compile_split(module: nn.Module, *, backend: str = "inductor", dynamic: bool
         >>> layer(torch.ones(2, 4)).shape
         torch.Size([2, 4])
     """
-    _require_joint_graphs()
+    for owner, name in (_JOINT, _PARTITION, _STORAGE):
+        _part(owner, name)
+    if not hasattr(Tensor, "_is_view"):
+        raise _lacking("torch.Tensor._is_view")
     module.compile(backend=SplitBackend(type(module).__name__, backend), dynamic=dynamic)
 
 
@@ -326,13 +329,6 @@ RANDOM_STATE = "rng_state_output"  # how the backward of `forward_and_backward` 
 _JOINT = "torch._functorch.aot_autograd", "aot_export_joint_simple"
 _PARTITION = "functorch.compile", "min_cut_rematerialization_partition"
 _STORAGE = "torch.multiprocessing.reductions", "StorageWeakRef"
-
-
-def _require_joint_graphs() -> None:
-    for module, name in (_JOINT, _PARTITION, _STORAGE):
-        _part(module, name)
-    if not hasattr(Tensor, "_is_view"):
-        raise _lacking("torch.Tensor._is_view")
 
 
 def joint_graph(region: fx.GraphModule, examples: Sequence[Any]) -> fx.GraphModule:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import queue
 import threading
@@ -15,7 +16,7 @@ import torch.distributed as dist
 
 from pipegrid.checkpoint import loading
 from pipegrid.checkpoint.job import CheckpointRanks
-from pipegrid.checkpoint.last_save import Pending, finish_at_exit
+from pipegrid.checkpoint.last_save import Pending, finish
 from pipegrid.checkpoint.loading import LoadedCheckpoint
 from pipegrid.checkpoint.saving import Saver
 from pipegrid.checkpoint.state.names import TrainingState, known_state
@@ -81,7 +82,7 @@ class Checkpoints:
         self._work: queue.SimpleQueue[tuple[Snapshot | Exception, Future[None]] | None] = queue.SimpleQueue()
         self._worker: threading.Thread | None = None
         self._unlock: weakref.finalize[..., Checkpoints] | None = None  # on the first rank
-        finish_at_exit(self._pending, self.directory, timeout)
+        atexit.register(finish, self._pending, self.directory, timeout.total_seconds())
         outcome = f"{self.directory} is not used"
         with self._job.calling("the first save() or load()"):
             self._job.require_equal(outcome, {"keep": self.keep, "replicas": replicas})

@@ -70,14 +70,8 @@ class CheckpointRanks:
         A thread repeats a collective with those of the other ranks until all have left the block. So a rank may write
         for as long as it takes, and one that has not arrived, has ended or is out of reach holds the others up no
         longer than the deadline: the connections of the group are cut then, which ends all waits of this rank, torch's
-        collectives included.
-
-        Args:
-            what: the call, for errors.
-            monitored: whether the failure of the job ends it as well.
-
-        Raises:
-            CheckpointError: some rank was silent; the text names it.
+        collectives included. A CheckpointError names the silent rank. ``monitored``: the failure of the job ends the
+        block as well.
         """
         if self._alive is None or self._deadline is None:
             yield
@@ -122,18 +116,14 @@ class CheckpointRanks:
     def require_equal(self, outcome: str, values: Mapping[str, Any], hint: str = "") -> None:
         """Raise on every rank unless those that have a value under a name have the same.
 
-        Args:
-            outcome: of a difference, the first words of its text.
-            values: of this rank, by name.
-            hint: the end of the text.
+        A text begins with ``outcome`` and ends with ``hint``; ``values`` are of this rank.
         """
         _require_equal(outcome, self.gather(values), hint)
 
     def tables(self, outcome: str, held: Sequence[Held]) -> list[tuple[Held, ...]]:
         """The `Held` of each rank; every name is that of one tensor of the whole model, on one stage or tied.
 
-        Raises:
-            CheckpointMismatchError: names are local to a stage, or shapes differ; on every rank.
+        Raises CheckpointMismatchError on every rank where names are local to a stage, or shapes differ.
         """
         found = [cattrs.structure(table, tuple[Held, ...]) for table in self.gather(held)]
 
@@ -148,8 +138,7 @@ class CheckpointRanks:
     def together(self, what: str, function: Callable[[], Any]) -> list[Any]:
         """Call ``function`` on every rank; its results, in order of ranks, as `gather` has them.
 
-        Raises:
-            CheckpointError: it raised on some rank; the same text on every rank, in the class of the first error.
+        Where it raised on some rank, raises CheckpointError with one text on all, in the class of the first error.
         """
         result, failed, told = None, None, None
         try:

@@ -8,10 +8,8 @@ exit still runs, which `os._exit` would cut off.
 
 from __future__ import annotations
 
-import atexit
 import sys
 from concurrent.futures import Future
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final
 
@@ -39,12 +37,8 @@ class Pending:
                 self.future = None
 
 
-def finish_at_exit(pending: Pending, directory: Path, timeout: timedelta) -> None:
-    """Wait for ``pending`` at process exit, up to ``timeout``; a few seconds after an uncaught exception."""
-    atexit.register(_finish, pending, directory, timeout.total_seconds())
-
-
-def _finish(pending: Pending, directory: Path, timeout: float) -> None:
+def finish(pending: Pending, directory: Path, timeout: float) -> None:
+    """At process exit, wait for ``pending`` up to ``timeout`` seconds; a few after an uncaught exception."""
     future = pending.future
     if future is None:
         return

@@ -87,8 +87,7 @@ def load(job: CheckpointRanks, directory: Path, state: TrainingState, step: int 
 def verified(job: CheckpointRanks, path: Path) -> Manifest:
     """The manifest of a checkpoint, all of whose bytes are as saved; each is read by one rank.
 
-    Raises:
-        CorruptCheckpointError: some are not; on every rank, with the name of the tensor.
+    Else raises CorruptCheckpointError on every rank, with the name of the tensor.
     """
 
     def verify() -> Manifest:

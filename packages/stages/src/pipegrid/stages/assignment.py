@@ -154,9 +154,7 @@ def pp_size(grid: HyperCommGrid) -> int:
 def places_on(layout: PipelineParallelLayerLayout, grid: HyperCommGrid, schedule: str | None) -> tuple[int, ...]:
     """The pp rank of each stage of ``layout`` under ``schedule``; None: one stage on each rank.
 
-    Raises:
-        CutError: the layout has other than pp x chunks stages, with the chunks that the schedule has on a rank.
-        PlanError: no schedule has that name.
+    Raises CutError for other than pp x chunks stages, with the schedule's chunks; PlanError for no schedule's name.
     """
     pp, count = pp_size(grid), len(layout.stages)
     chunks, rest = divmod(count, pp)

@@ -53,7 +53,13 @@ class DropoutMasks:
     def apply(self, model: nn.Module, *, names: Names | None = None) -> None:
         """Seed the forwards of a stage of `pipeline_stage`, or of a model with one list of layers (in ``names``)."""
         before = model.assignment.before(model.number) if isinstance(model, Stage) else 0
-        layers = model.layers if isinstance(model, Stage) else _layers_of(model, names)
+        if isinstance(model, Stage):
+            layers = model.layers
+        else:
+            lists = find_names(model, names).layers.values()
+            if len(lists) != 1:
+                raise CutError(f"{type(model).__name__} has {len(lists)} lists of layers; masks are those of one")
+            layers = layers_of(model, next(iter(lists)))
         model.current_replica = None  # type: ignore[assignment]  # set by the step functions
         for number, layer in enumerate(layers, start=before + 1):
             model.get_submodule(layer).register_forward_pre_hook(_seeding(number))
@@ -78,13 +84,6 @@ class DropoutMasks:
 
     def _end(self, *_: Any) -> None:
         restore(self._states.pop())  # the script's own
-
-
-def _layers_of(model: nn.Module, names: Names | None) -> tuple[str, ...]:
-    lists = find_names(model, names).layers.values()
-    if len(lists) != 1:
-        raise CutError(f"{type(model).__name__} has {len(lists)} lists of layers; masks are those of one")
-    return layers_of(model, next(iter(lists)))
 
 
 def _seeding(number: int) -> Any:

@@ -43,11 +43,7 @@ class HostState:
     """The state on the host that the code of ``roots``, models or functions that make them, can reach now.
 
     An iterator that Python cannot copy, such as a running generator function, is replaced by one that gives
-    the same values and can be copied.
-
-    Args:
-        roots: models, or functions that make them.
-        only: save objects of this type alone.
+    the same values and can be copied. ``only``: save objects of this type alone.
     """
 
     def __init__(self, *roots: Any, only: type = object) -> None:
@@ -116,11 +112,8 @@ class HostState:
     def _states(self, value: Any) -> Iterator[_State]:
         """The parts of an object that can change."""
         kind = type(value)
-        if (
-            not _is_opaque(kind.__module__)
-            and not self._is_followed(kind.__module__)
-            and not isinstance(value, nn.Module)
-        ):
+        known = _is_opaque(kind.__module__) or self._is_followed(kind.__module__)
+        if not known and not isinstance(value, nn.Module):
             return
         for kinds, read, write in _CONTAINERS:
             if isinstance(value, kinds) and getattr(kind, "__getitem__", None) in _GETS:
@@ -132,10 +125,8 @@ class HostState:
             for cell in value.__closure__ or ():
                 yield functools.partial(_in_cell, cell), functools.partial(_set_cell, cell)
             if self._is_followed(value.__globals__.get("__name__")):
-                names = _globals_in(value.__code__)
-                yield from self._globals(
-                    value.__globals__, (names & value.__globals__.keys()) | _set_by(value.__code__)
-                )
+                names, stored = _globals_in(value.__code__)
+                yield from self._globals(value.__globals__, (names & value.__globals__.keys()) | stored)
                 yield from self._imported(value.__globals__, names)
         elif isinstance(value, nn.Module):
             for name in ("_parameters", "_buffers"):
@@ -190,10 +181,8 @@ class HostState:
         if hasattr(kind, "cache_clear"):
             return (getattr(value, "__wrapped__", None),)
         if isinstance(value, nn.Module) or self._is_followed(kind.__module__):
-            return (
-                kind,
-                *([vars(value)] if hasattr(value, "__dict__") and not isinstance(value, types.ModuleType) else []),
-            )
+            has_own = hasattr(value, "__dict__") and not isinstance(value, types.ModuleType)
+            return (kind, vars(value)) if has_own else (kind,)
         return ()
 
 
@@ -255,18 +244,14 @@ def _is_same(one: Any, other: Any) -> bool:
 
 
 @functools.lru_cache(4096)
-def _globals_in(code: types.CodeType) -> frozenset[str]:
-    """The globals that a function reads or sets, and its attributes' names, which may be those of a Python module."""
-    return frozenset(code.co_names).union(
-        *(_globals_in(one) for one in code.co_consts if isinstance(one, types.CodeType))
-    )
-
-
-@functools.lru_cache(4096)
-def _set_by(code: types.CodeType) -> frozenset[str]:
-    """The globals that a function sets."""
-    own = {one.argval for one in dis.get_instructions(code) if one.opname == "STORE_GLOBAL"}
-    return frozenset(own).union(*(_set_by(one) for one in code.co_consts if isinstance(one, types.CodeType)))
+def _globals_in(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
+    """The globals of a function, with its attributes' names, which may be those of a Python module; those that it sets."""
+    codes = [code]
+    for one in codes:  # grows
+        codes += [each for each in one.co_consts if isinstance(each, types.CodeType)]
+    instructions = (each for one in codes for each in dis.get_instructions(one))
+    stored = frozenset(each.argval for each in instructions if each.opname == "STORE_GLOBAL")
+    return frozenset(name for one in codes for name in one.co_names), stored
 
 
 def _slots(kind: type) -> Iterator[str]:
@@ -289,13 +274,9 @@ def _set_dict(target: dict[Any, Any], contents: dict[Any, Any]) -> None:
         target.update(contents)
 
 
-def _set_list(target: list[Any] | bytearray, contents: tuple[Any, ...]) -> None:
-    target[:] = contents
-
-
 def _set_collected(target: Any, contents: tuple[Any, ...]) -> None:
     target.clear()
-    (target.extend if isinstance(target, deque) else target.update)(contents)
+    (target.update if isinstance(target, set) else target.extend)(contents)
 
 
 def _set_class(kind: type, contents: dict[str, Any]) -> None:
@@ -349,8 +330,7 @@ _GETS = (None, dict.__getitem__, OrderedDict.__getitem__, list.__getitem__, byte
 """Of classes that give what they hold, and make nothing."""
 _CONTAINERS: tuple[tuple[Any, Callable[[Any], _Contents], Callable[[Any, Any], None]], ...] = (
     (dict, dict, _set_dict),
-    ((list, bytearray), tuple, _set_list),
-    ((set, deque), tuple, _set_collected),
+    ((list, bytearray, set, deque), tuple, _set_collected),
     (
         torch.Generator,
         lambda one: (one.get_state().numpy().tobytes(),),

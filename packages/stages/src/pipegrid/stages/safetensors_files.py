@@ -50,16 +50,14 @@ class Stored:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the values."""
+        """Of the values."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def read(self) -> Tensor:
         """The values. No page of the file is mapped: the memory is anonymous, and goes back to the system when freed.
 
-        malloc would keep it: between tensors that stay, those that are freed once they are cast leave holes.
-
-        Raises:
-            CorruptCheckpointError: the file has become shorter.
+        malloc would keep it: between tensors that stay, those that are freed once they are cast leave holes. Raises
+        CorruptCheckpointError where the file has become shorter.
         """
         if not self.nbytes:
             return torch.empty(self.shape, dtype=self.dtype)
@@ -91,12 +89,9 @@ class Stored:
 
 
 def stored_in(path: str | os.PathLike[str]) -> dict[str, Stored]:
-    """The tensors of a file by name; only its header is read.
+    """The tensors of a file by name, without those of dtypes that are not in `CODES`; only its header is read.
 
-    Tensors of dtypes that torch or this module does not have are left out.
-
-    Raises:
-        CorruptCheckpointError: it is no safetensors file, or not all of one.
+    Raises CorruptCheckpointError where it is no safetensors file, or not all of one.
     """
     from safetensors import SafetensorError, safe_open
 

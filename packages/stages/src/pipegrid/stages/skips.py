@@ -7,7 +7,7 @@ the part. Another stage has a stand-in for the part, and where it uses the value
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -90,8 +90,7 @@ class SkipCarrier:
     def begin(self, skips: Skips, received: Any, *, copies: bool) -> None:
         """Before a forward: take what came by edges, and what is in the hidden states.
 
-        Raises:
-            CutError: another number of values came than the call has.
+        Raises CutError where another number of values came than the call has.
         """
         if self.arrived is None:
             parameters = [value for value in skips.uses if value.is_parameter]
@@ -222,11 +221,7 @@ class SkipCarrier:
         return returned
 
     def leaving(self) -> dict[Edge, list[Tensor]]:
-        """After a forward: what leaves by each edge.
-
-        Raises:
-            CutError: a part has not returned a value in this forward.
-        """
+        """After a forward: what leaves by each edge. Raises CutError where a part has not returned a value in it."""
         return {
             edge: [self._own(value) for value in values]
             for edge, values in self._edges.items()
@@ -256,10 +251,3 @@ class SkipCarrier:
         while self._tables:
             table, key, before = self._tables.pop()
             table[key] = before
-
-
-def edges_of(
-    skips: Iterable[Skips], placement: Sequence[int], hosts: Sequence[Hashable] | None = None
-) -> tuple[Edge, ...]:
-    """The edges that carry values, of some calls, ascending."""
-    return tuple(sorted({edge for one in skips for edge in values_by_edge(one.uses, placement, hosts)}))

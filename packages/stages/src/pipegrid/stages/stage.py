@@ -13,7 +13,7 @@ from pipegrid.autograd import compile_split
 from pipegrid.core.edge import Edge
 from pipegrid.core.fields import checked
 from pipegrid.core.graph import ModuleGraph, chain
-from pipegrid.core.skips import skips_among, ways_of_value
+from pipegrid.core.skips import skips_among, values_by_edge, ways_of_value
 from pipegrid.stages.assignment import Assignment, Tie
 from pipegrid.stages.calls import by_name
 from pipegrid.stages.errors import CutError
@@ -21,7 +21,7 @@ from pipegrid.stages.flow import StageFlow
 from pipegrid.stages.proof import Proofs, without
 from pipegrid.stages.proof.boundaries import size
 from pipegrid.stages.skeleton import Needs, StageRun, first_tensor, skeleton_of
-from pipegrid.stages.skips import SkipCarrier, edges_of
+from pipegrid.stages.skips import SkipCarrier
 from pipegrid.stages.slicing.slices import SequenceSlice, forward_of_slice, require_slices
 from pipegrid.stages.tested_versions import say_untested_versions
 from pipegrid.stages.torch_compat import adopt, tree_map_only
@@ -129,7 +129,9 @@ class Stage(nn.Module):
 
     def _edges(self) -> tuple[Edge, ...]:
         carrier = self._carrier
-        return () if self.proofs is None else edges_of(self.proofs.skips, carrier.placement, carrier.hosts)
+        calls = () if self.proofs is None else self.proofs.skips
+        edges = (values_by_edge(one.uses, carrier.placement, carrier.hosts) for one in calls)
+        return tuple(sorted({edge for each in edges for edge in each}))
 
     @property
     def graph(self) -> ModuleGraph:

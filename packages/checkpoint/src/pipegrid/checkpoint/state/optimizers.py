@@ -157,10 +157,8 @@ def loaded_groups(optimizers: Sequence[Any], owners: Owners, saved: Sequence[Gro
     """The saved options of every parameter group: those of its parameters.
 
     A group without parameters on this rank has those of the saved group in the same place. How a step is computed
-    (``foreach``, ``fused``, ``capturable``) stays the script's choice: it depends on the device.
-
-    Raises:
-        CheckpointMismatchError: another kind of optimizer has saved them, or parameters of one group have several.
+    (``foreach``, ``fused``, ``capturable``) stays the script's choice: it depends on the device. Raises
+    CheckpointMismatchError where another kind of optimizer has saved them, or parameters of one group have several.
     """
     of_name = {name: group for group in saved for name in group.parameters}
     found = []

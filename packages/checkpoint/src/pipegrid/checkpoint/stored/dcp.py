@@ -156,11 +156,7 @@ def _slices(box: Iterable[tuple[int, int]], offset: Iterable[int]) -> tuple[slic
 
 
 def _read_tensor(path: Path, chunk: Chunk, dtype: torch.dtype) -> Tensor:
-    """The box of a tensor in ``chunk``; its memory is the bytes read.
-
-    Raises:
-        CorruptCheckpointError: the bytes are not those of such a tensor, or of another byte order.
-    """
+    """The box of a tensor in ``chunk``; its memory is the bytes read, which must be those of such a tensor."""
     with folder.opened(path / chunk.file) as file:
         file.seek(chunk.start)
         archive = io.BytesIO(file.read(chunk.length))
@@ -168,9 +164,8 @@ def _read_tensor(path: Path, chunk: Chunk, dtype: torch.dtype) -> Tensor:
     try:
         data = _data(archive, nbytes)
     except (zipfile.BadZipFile, ValueError, NotImplementedError, struct.error) as error:
-        raise CorruptCheckpointError(
-            f"{chunk.file} has no tensor of {nbytes} bytes at {chunk.start}: {error}"
-        ) from error
+        what = f"{chunk.file} has no tensor of {nbytes} bytes at {chunk.start}"
+        raise CorruptCheckpointError(f"{what}: {error}") from error
     flat = torch.frombuffer(data, dtype=torch.uint8) if nbytes else torch.empty(0, dtype=torch.uint8)
     return flat.view(dtype).view(chunk.shape)
 

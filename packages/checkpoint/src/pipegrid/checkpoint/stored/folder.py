@@ -49,11 +49,9 @@ def saved_in(directory: Path) -> list[Saved]:
 
 
 def opened(path: Path) -> BinaryIO:
-    """A file of a checkpoint, to be read.
+    """A file of a checkpoint, to be read; OSError where there is none.
 
-    Raises:
-        CorruptCheckpointError: it is no regular file, or a link out of its folder.
-        OSError: there is none.
+    Raises CorruptCheckpointError where it is no regular file, or a link out of its folder.
     """
     real = path.resolve(strict=True)
     if real.parent != path.parent.resolve():

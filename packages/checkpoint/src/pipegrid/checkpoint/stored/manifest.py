@@ -131,12 +131,6 @@ def checksum_of(path: Path, start: int, length: int) -> int:
     return found
 
 
-def file_entry(path: Path) -> FileEntry:
-    """The entry of a written file."""
-    length = path.stat().st_size
-    return FileEntry(length, checksum_of(path, 0, length))
-
-
 def parts(manifest: Manifest, only: Container[str] | None = None) -> Iterator[tuple[str, str, int, int, int]]:
     """The checksummed parts (name, file, start, length, checksum): all, or ``only`` those of some keys and files."""
     for name, entry in manifest.files.items():

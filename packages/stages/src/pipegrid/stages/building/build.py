@@ -40,8 +40,7 @@ class PlannedModel:
     def build(self, names: Container[str]) -> nn.Module:
         """The model of the second run; parameters outside of ``names`` share memory and have no values.
 
-        Raises:
-            CutError: the initial values cannot be those of one process.
+        Raises CutError where the initial values cannot be those of one process.
         """
         parameters = dict(self.model.named_parameters(remove_duplicate=False))
         kept = [parameter for name, parameter in parameters.items() if name in names]
@@ -69,7 +68,7 @@ def planned(factory: Callable[[], nn.Module]) -> PlannedModel:
         model, plan = _planned_once(factory, set())
         if loads() and not loaded:  # the function has imported it, and its files were not watched
             model, plan = _planned_once(factory, set())
-        hidden = stored_twice(model, plan.files_behind)
+        hidden = stored_twice(model, lambda one: {event.stored for event in plan.behind([one]) if event.stored})
         if hidden:
             model, plan = _planned_once(factory, hidden)
         return PlannedModel(factory, model, plan, hidden)

@@ -52,11 +52,6 @@ class Event:
     index: int = 0  # among the equal ones after the same registration
     stored: Stored | None = None  # what is read
 
-    @staticmethod
-    def of_file(stored: Stored) -> Event:
-        """A tensor is read."""
-        return Event(0, "", (stored.shape,), stored=stored)
-
 
 class Events(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """The events of one run, in their order."""
@@ -101,13 +96,9 @@ class FirstRun(Events):  # type: ignore[no-untyped-call]
         """A tensor on the meta device in place of one of a file."""
         tensor = torch.empty(stored.shape, dtype=stored.dtype, device="meta")
         self._read.add(memory_of(tensor))
-        self._origins[memory_of(tensor)] = frozenset([Event.of_file(stored)])
+        self._origins[memory_of(tensor)] = frozenset([Event(0, "", (stored.shape,), stored=stored)])
         self.nbytes = max(self.nbytes, stored.nbytes)
         return tensor
-
-    def files_behind(self, parameter: Tensor) -> set[Stored]:
-        """The tensors of files that ``parameter`` is made of."""
-        return {event.stored for event in self.behind([parameter]) if event.stored is not None}
 
     def registered(self, parameter: nn.Parameter) -> nn.Parameter:
         """The parameter that a module registers in place of ``parameter``."""

@@ -74,7 +74,7 @@ class Values(Events):  # type: ignore[no-untyped-call]
 
     def read(self, stored: Stored) -> Tensor:
         """A tensor of a file; it has values where own parameters come from it."""
-        event = Event.of_file(stored)
+        event = Event(0, "", (stored.shape,), stored=stored)
         if event not in self._needed:
             return self._scratch.view(torch.empty(stored.shape, dtype=stored.dtype, device="meta"), torch.device("cpu"))
         tensor = stored.read()
@@ -129,8 +129,9 @@ class Values(Events):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs)
         result = None
         if makes_memory(func):
-            results = _shapes_of(func, args, kwargs)
-            if results is None:
+            try:
+                results = called_on_meta(func, args, kwargs)
+            except RuntimeError:  # it has no shape without values
                 results = result = func(*args, **kwargs)
             event = self.operation(func, tensors_in(results))
             if event in self._others:
@@ -164,11 +165,3 @@ class Values(Events):  # type: ignore[no-untyped-call]
             return tensor.clone() if id(tensor) not in kept and self._scratch.has(tensor) else tensor
 
         return tree_map_only(Tensor, apart, given)
-
-
-def _shapes_of(func: Any, args: Any, kwargs: Any) -> Any:
-    """The result of an operation on the meta device; None where it has no shape without values."""
-    try:
-        return called_on_meta(func, args, kwargs)
-    except RuntimeError:
-        return None

@@ -285,16 +285,14 @@ def _loss_like(output: Any) -> Loss:
         raise CutError(f"the model returns {type(output).__name__} with no gradient; give loss=, of what it returns")
 
     def weighed(output: Any) -> Tensor:
-        leaves = [leaf for place, leaf in named_leaves(output) if place in places]
-        return torch.stack([(leaf * _weights(leaf)).mean() for leaf in leaves]).sum()
+        means = []
+        for leaf in (leaf for place, leaf in named_leaves(output) if place in places):
+            numbers = torch.arange(leaf.numel(), dtype=torch.float64, device=leaf.device)
+            weights = (numbers + 1).square().cos()  # without a pattern that a model could cancel
+            means.append((leaf * weights.reshape(leaf.shape).to(leaf.dtype)).mean())
+        return torch.stack(means).sum()
 
     return weighed
-
-
-def _weights(leaf: Tensor) -> Tensor:
-    """Numbers without a pattern that a model could cancel."""
-    numbers = torch.arange(leaf.numel(), dtype=torch.float64, device=leaf.device)
-    return (numbers + 1).square().cos().reshape(leaf.shape).to(leaf.dtype)
 
 
 @contextmanager

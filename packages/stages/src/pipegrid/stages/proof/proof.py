@@ -381,10 +381,7 @@ def _key(stage: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], hidde
     given = []
     for name, one in kwargs.items():  # most are tensors
         given.append((name, (one.dtype, one.dim()) if isinstance(one, Tensor) else _kind(one)))
-    return stage.training, hidden is None, *map(_kind, args), *sorted(given, key=_NAME)
-
-
-_NAME = itemgetter(0)
+    return stage.training, hidden is None, *map(_kind, args), *sorted(given, key=itemgetter(0))
 
 
 def _kind(value: Any) -> object:

@@ -264,7 +264,8 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args, kwargs = tree_map(self.outside, args), tree_map(self.outside, kwargs or {})
         inputs = traced_in((args, kwargs))
         targets = traced_in(written_by(func, args, kwargs))
-        replaced = targets if func in OVERWRITING and _covers_storage(targets[0]) else []
+        whole = func in OVERWRITING and targets[0].behind.nbytes == targets[0].behind.untyped_storage().nbytes()
+        replaced = targets if whole else []
         inputs = [one for one in inputs if not any(one is other for other in replaced)]
         random = is_random(func)
         known = not random and all(one.cell.known for one in inputs)
@@ -381,7 +382,10 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def end(self, result: Any, besides: Sequence[tuple[str, Any]] = ()) -> None:
         """The part returns ``result``, and leaves ``besides`` in its arguments: tensors, each with its place."""
         name = self.parts.pop()
-        _set_host_generators(self._outer.pop())
+        python, numpy = self._outer.pop()
+        random.setstate(python)
+        if numpy is not None:
+            sys.modules["numpy.random"].set_state(pickle.loads(numpy))  # noqa: S301 -- written here
         self._returns(name, result, self.returned, besides)
 
     def _returns(
@@ -520,12 +524,6 @@ def _host_generators() -> Any:
     return random.getstate(), None if numpy is None else pickle.dumps(numpy.get_state())
 
 
-def _set_host_generators(states: Any) -> None:
-    random.setstate(states[0])
-    if states[1] is not None:
-        sys.modules["numpy.random"].set_state(pickle.loads(states[1]))  # noqa: S301 -- written here
-
-
 @contextmanager
 def _noting_functions(mode: Trace) -> Iterator[None]:
     """Tell ``mode`` of each call of a ``torch.autograd.Function``, for which torch has no mode."""
@@ -549,10 +547,6 @@ def _digest(tensor: Tensor) -> int:
     tensor = tensor[tuple(slice(0, 1 if stride == 0 else None) for stride in tensor.stride())]  # of expanded ones
     data = tensor.contiguous().reshape(-1).view(torch.uint8).cpu().numpy().tobytes()
     return zlib.crc32(data, hash(tensor.shape) & 0xFFFFFFFF)
-
-
-def _covers_storage(tensor: Traced) -> bool:
-    return tensor.behind.nbytes == tensor.behind.untyped_storage().nbytes()
 
 
 def _line() -> str:

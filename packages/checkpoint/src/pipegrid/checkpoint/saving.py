@@ -122,14 +122,14 @@ def _describe(path: Path, plan: str | None, of_ranks: Sequence[Manifest]) -> Non
     for key, entry in (item for own in of_ranks for item in own.tensors.items()):
         chunks = tensors[key].chunks if key in tensors else ()
         tensors[key] = evolve(entry, chunks=(*chunks, *entry.chunks))
-    files = {name: path / name for name in (dcp.METADATA, *([] if plan is None else [PLAN]))}
-    sizes = {name: file.stat().st_size for name, file in files.items()}
+    files: dict[str, FileEntry] = {}
+    for name in (dcp.METADATA, *([] if plan is None else [PLAN])):
+        length = (path / name).stat().st_size
+        files[name] = FileEntry(length, manifest.checksum_of(path / name, 0, length))
     found = evolve(
         of_ranks[0],
         tensors=tensors,
-        files={
-            name: FileEntry(sizes[name], manifest.checksum_of(file, 0, sizes[name])) for name, file in files.items()
-        },
+        files=files,
         groups=optimizers.merged([own.groups for own in of_ranks]),
         values={key: value for own in of_ranks for key, value in own.values.items()},
         scaler=next((own.scaler for own in of_ranks if own.scaler is not None), None),

@@ -245,7 +245,7 @@ def _is_same(one: Any, other: Any) -> bool:
 
 @functools.lru_cache(4096)
 def _globals_in(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
-    """The globals of a function, with its attributes' names, which may be those of a Python module; those that it sets."""
+    """A function's globals and attributes, whose names may be those of a Python module; the globals that it sets."""
     codes = [code]
     for one in codes:  # grows
         codes += [each for each in one.co_consts if isinstance(each, types.CodeType)]

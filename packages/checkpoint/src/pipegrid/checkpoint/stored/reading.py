@@ -31,7 +31,7 @@ _KINDS = {"model": 3, "optimizer": 4, "random": 3}  # parts of a key at least
 def read(path: Path) -> Manifest:
     """The manifest of the checkpoint in the folder ``path``.
 
-    Raises CorruptCheckpointError where it is missing, damaged or contradicts itself, CheckpointError for another format.
+    Raises CorruptCheckpointError: it is missing, damaged or contradicts itself, CheckpointError of another format.
     """
     where = path / folder.MANIFEST
     try:

@@ -16,11 +16,7 @@ _PLAIN_DATA = Waiting(what="an exchange of plain data")
 
 
 def gather_plain(
-    value: Any,
-    group: dist.ProcessGroup | None,
-    device: torch.device = _CPU,
-    *,
-    waiting: Waiting = _PLAIN_DATA,
+    value: Any, group: dist.ProcessGroup | None, device: torch.device = _CPU, *, waiting: Waiting = _PLAIN_DATA
 ) -> list[Any]:
     """The values of all ranks of a group, on each: lists, dicts, texts and numbers. None: of this process alone.
 
@@ -37,11 +33,6 @@ def gather_plain(
     return [json.loads(each) for each in texts_of_ranks(text, group, device, waiting).values()]
 
 
-def wait_for_all(
-    group: dist.ProcessGroup | None,
-    device: torch.device = _CPU,
-    *,
-    waiting: Waiting,
-) -> None:
+def wait_for_all(group: dist.ProcessGroup | None, device: torch.device = _CPU, *, waiting: Waiting) -> None:
     """Wait at a barrier of the group; raises as `gather_plain`."""
     gather_plain(None, group, device, waiting=waiting)

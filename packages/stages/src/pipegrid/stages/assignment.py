@@ -138,11 +138,7 @@ def assign(model: nn.Module, layout: str | PipelineParallelLayerLayout, names: N
     parameters = (name for name, _ in model.named_parameters(remove_duplicate=False))
     stage_of_parameter = _stages_of(parameters, names, tuple(kinds.values()), stage_of_layer, layout)
     return Assignment(
-        len(layout.stages),
-        tuple(kinds.values()),
-        stage_of_layer,
-        stage_of_parameter,
-        _ties(model, stage_of_parameter),
+        len(layout.stages), tuple(kinds.values()), stage_of_layer, stage_of_parameter, _ties(model, stage_of_parameter)
     )
 
 

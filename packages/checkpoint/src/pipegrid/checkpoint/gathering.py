@@ -21,11 +21,8 @@ def gather_plain(
     """The values of all ranks of a group, on each: lists, dicts, texts and numbers. None: of this process alone.
 
     Tuples arrive as lists, attrs objects as dicts, also this rank's own. ``device``: of the tensors that the group's
-    backend gathers.
-
-    Raises:
-        CollectiveFailedError: a rank of the group has ended, or has not joined in time.
-        JobFailedError: with a monitor in ``waiting``: another rank failed, or its deadline passed.
+    backend gathers. Raises CollectiveFailedError where a rank of the group has ended or has not joined in time, and
+    with a monitor in ``waiting`` JobFailedError: another rank failed, or its deadline passed.
     """
     text = json.dumps(cattrs.unstructure(value))
     if group is None:

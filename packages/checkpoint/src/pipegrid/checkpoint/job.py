@@ -32,11 +32,9 @@ _ERRORS = {kind.__name__: kind for kind in (CheckpointError, CheckpointMismatchE
 class CheckpointRanks:
     """The ranks that save together, over a gloo group of theirs; a process without a process group is a job of one.
 
-    Args:
-        group: the ranks.
-        timeout: of a collective, in which all ranks wait for the one that writes longest.
-        deadline: seconds of silence after which a rank counts as failed: not arrived, or gone. See `calling`.
-        monitor: of the job, which ends a call when the job has failed.
+    ``timeout`` is of a collective, in which all ranks wait for the one that writes longest. ``deadline``: seconds of
+    silence after which a rank counts as failed: not arrived, or gone (`calling`). A failure of the ``monitor``'s job
+    ends a call.
     """
 
     def __init__(

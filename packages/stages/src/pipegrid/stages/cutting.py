@@ -170,10 +170,10 @@ class _Cut:
         """The model with the parameters of the stages, its assignment, and the proofs of the cut."""
         proofs: Proofs | None = None
         if not isinstance(model, nn.Module):
-            first = planned(model)
-            assignment = self._assigned(first.model)
-            proofs = None if batch is None else self._proved(first.model, assignment, batch)
-            model = first.build(self._own(assignment))
+            first, build = planned(model)
+            assignment = self._assigned(first)
+            proofs = None if batch is None else self._proved(first, assignment, batch)
+            model = build(self._own(assignment))
         assignment = self._assigned(model)
         require_values(model, self._own(assignment))
         return model, assignment, proofs or self._proved(model, assignment, batch)

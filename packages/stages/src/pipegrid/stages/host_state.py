@@ -35,7 +35,7 @@ _UNSET = ("__dict__", "__weakref__", "__doc__")
 _MISSING: Any = object()
 _HEAP = 1 << 9  # of the flags of a class: made by Python code
 
-_Contents = dict[Any, Any] | tuple[Any, ...]
+_Contents = dict[Any, Any]  # by key, name or number
 _State = tuple[Callable[[], _Contents], Callable[[Any], None]]  # reads a copy of what an object holds; sets it
 
 
@@ -61,7 +61,7 @@ class HostState:
             self._seen[id(value)] = value  # keeps its identity
             for state in self._states(value):
                 contents = self._save(state) if isinstance(value, only) else state[0]()
-                open_ += () if isinstance(value, Tensor) else _values(contents)
+                open_ += () if isinstance(value, Tensor) else contents.values()
             open_ += self._beside(value)
 
     def restore(self) -> None:
@@ -74,7 +74,7 @@ class HostState:
             return fresh.setdefault(id(value), copied_iterator(self._copies[id(value)]))
 
         for (_, write), contents in self._saved:
-            write(_mapped(of, contents) if self._copies else contents)
+            write({key: of(value) for key, value in contents.items()} if self._copies else contents)
 
     def changed(self) -> bool:
         """Whether anything is not as it was; what holds iterators always is."""
@@ -83,8 +83,8 @@ class HostState:
     def _save(self, state: _State) -> _Contents:
         read, write = state
         contents = read()
-        if any(map(_is_iterator, _values(contents))):
-            contents = _mapped(self._iterator, contents)
+        if any(map(_is_iterator, contents.values())):
+            contents = {key: self._iterator(value) for key, value in contents.items()}
             write(contents)
         self._saved.append((state, contents))
         return contents
@@ -134,17 +134,17 @@ class HostState:
                 self._seen[id(table)] = table  # their tensors are the model's and each stage's own
                 self._save((functools.partial(dict, table), functools.partial(_set_dict, table)))
         elif hasattr(kind, "cache_clear"):
-            yield lambda: (value.cache_info().misses,), functools.partial(_clear_cache, value)
+            yield lambda: {0: value.cache_info().misses}, functools.partial(_clear_cache, value)
         elif hasattr(kind, "bit_generator"):  # of numpy
             yield (
-                lambda: (pickle.dumps(value.bit_generator.state),),
+                lambda: {0: pickle.dumps(value.bit_generator.state)},
                 lambda contents: setattr(value.bit_generator, "state", pickle.loads(contents[0])),  # noqa: S301 -- written here
             )
         elif kind is Tensor and value.layout is torch.strided and not value.is_meta:
-            yield lambda: (value.detach().clone(),), functools.partial(_set_tensor, value)
+            yield lambda: {0: value.detach().clone()}, functools.partial(_set_tensor, value)
         if not _is_opaque(kind.__module__):
             for name in _slots(kind):
-                yield lambda name=name: (getattr(value, name, _MISSING),), functools.partial(_set_slot, value, name)  # type: ignore[misc]
+                yield lambda name=name: {0: getattr(value, name, _MISSING)}, functools.partial(_set_slot, value, name)  # type: ignore[misc]
 
     def _globals(self, namespace: dict[str, Any], names: frozenset[str]) -> Iterator[_State]:
         """The values of ``names`` in a Python module."""
@@ -217,22 +217,8 @@ def _has_metadata(folder: Path) -> bool:
     return next(folder.glob("*.dist-info"), None) is not None
 
 
-def _values(contents: _Contents) -> Iterable[Any]:
-    return contents.values() if isinstance(contents, dict) else contents
-
-
-def _mapped(function: Callable[[Any], Any], contents: _Contents) -> _Contents:
-    if isinstance(contents, dict):
-        return {key: function(value) for key, value in contents.items()}
-    return tuple(map(function, contents))
-
-
 def _are_same(contents: _Contents, now: _Contents) -> bool:
-    if isinstance(contents, dict) and isinstance(now, dict) and contents.keys() != now.keys():
-        return False
-    if len(contents) != len(now):
-        return False
-    return all(map(_is_same, _values(contents), _values(now)))
+    return contents.keys() == now.keys() and all(map(_is_same, contents.values(), now.values()))
 
 
 def _is_same(one: Any, other: Any) -> bool:
@@ -274,9 +260,9 @@ def _set_dict(target: dict[Any, Any], contents: dict[Any, Any]) -> None:
         target.update(contents)
 
 
-def _set_collected(target: Any, contents: tuple[Any, ...]) -> None:
+def _set_collected(target: Any, contents: _Contents) -> None:
     target.clear()
-    (target.update if isinstance(target, set) else target.extend)(contents)
+    (target.update if isinstance(target, set) else target.extend)(contents.values())
 
 
 def _set_class(kind: type, contents: dict[str, Any]) -> None:
@@ -295,33 +281,33 @@ def _set_names(namespace: dict[str, Any], contents: dict[str, Any]) -> None:
             namespace[name] = value
 
 
-def _in_cell(cell: types.CellType) -> tuple[Any]:
+def _in_cell(cell: types.CellType) -> _Contents:
     try:
-        return (cell.cell_contents,)
+        return {0: cell.cell_contents}
     except ValueError:  # empty
-        return (_MISSING,)
+        return {0: _MISSING}
 
 
-def _set_cell(cell: types.CellType, contents: tuple[Any]) -> None:
+def _set_cell(cell: types.CellType, contents: _Contents) -> None:
     if contents[0] is _MISSING:
         del cell.cell_contents
     else:
         cell.cell_contents = contents[0]
 
 
-def _set_slot(value: Any, name: str, contents: tuple[Any]) -> None:
+def _set_slot(value: Any, name: str, contents: _Contents) -> None:
     if contents[0] is not _MISSING:
         object.__setattr__(value, name, contents[0])
     elif hasattr(value, name):
         object.__delattr__(value, name)
 
 
-def _set_tensor(tensor: Tensor, contents: tuple[Tensor]) -> None:
+def _set_tensor(tensor: Tensor, contents: _Contents) -> None:
     if not torch.equal(tensor, contents[0]):
         tensor.data.copy_(contents[0])  # no write for autograd: a backward finds what its own forward has left
 
 
-def _clear_cache(function: Any, contents: tuple[int]) -> None:
+def _clear_cache(function: Any, contents: _Contents) -> None:
     if function.cache_info().misses != contents[0]:
         function.cache_clear()
 
@@ -330,15 +316,15 @@ _GETS = (None, dict.__getitem__, OrderedDict.__getitem__, list.__getitem__, byte
 """Of classes that give what they hold, and make nothing."""
 _CONTAINERS: tuple[tuple[Any, Callable[[Any], _Contents], Callable[[Any, Any], None]], ...] = (
     (dict, dict, _set_dict),
-    ((list, bytearray, set, deque), tuple, _set_collected),
+    ((list, bytearray, set, deque), lambda one: dict(enumerate(one)), _set_collected),
     (
         torch.Generator,
-        lambda one: (one.get_state().numpy().tobytes(),),
+        lambda one: {0: one.get_state().numpy().tobytes()},
         lambda one, contents: one.set_state(torch.frombuffer(bytearray(contents[0]), dtype=torch.uint8)),
     ),
     (
         random.Random,
-        lambda one: (pickle.dumps(one.getstate()),),
+        lambda one: {0: pickle.dumps(one.getstate())},
         lambda one, contents: one.setstate(pickle.loads(contents[0])),  # noqa: S301 -- written here
     ),
 )

@@ -1,7 +1,7 @@
 """Weights that ``from_pretrained`` loads while a function makes a model: of the files, own tensors alone are read.
 
 transformers opens files with `safetensors.safe_open`, by a name in its module, takes slices of all tensors, and reads
-each when its parameter is made. Here that name is replaced while the function runs, and `origins` says what a slice
+each when its parameter is made. Here that name is replaced while the function runs, and `runs` says what a slice
 gives: a tensor on the meta device in the first run; in the second the values, or memory that all tensors of other
 stages share.
 """
@@ -112,11 +112,8 @@ def stored_twice(model: nn.Module, origin: Callable[[nn.Parameter], Collection[S
     """The tensors in files that a model has tied to others with the same values in the files.
 
     transformers ties them when it has compared values, which it does not have on the meta device. ``origin`` gives what
-    of files a parameter is made of.
-
-    Raises:
-        CutError: the config ties two parameters whose values in the files differ; or this transformers has other names
-            than those by which its files and ties are found.
+    of files a parameter is made of. Raises CutError where the config ties two parameters whose values in the files
+    differ; or this transformers has other names than those by which its files and ties are found.
     """
     found = set()
     library = sys.modules.get(_MODULE)

@@ -121,27 +121,30 @@ def _proof_of(outline: Outline, call: ModelCall, host: HostState, dropped: Seque
         texts = tuple(f"{str(one.dtype).removeprefix('torch.')} {tuple(one.shape)}" for one in sent)
         after = layers[at - 1] if at else ""
         boundaries.append(Boundary(stage, after, texts, sum(one.nbytes for one in sent), tuple(found[at])))
-    drawn_by_host = (
-        f"the model draws from Python's or numpy's random generator between its layers ({forward.host_drew}), and "
-        "each stage draws other numbers"
-    )
+    faults = [*_parameters(forward, assignment, crossed.parameters)]
+    split = [place(one) for one in forward.split if id(one) in forward.live]
+    if split:
+        faults.append(f"what a stage sends twice as one tensor is two on the next one, and is written {split[0]}")
+    if forward.host_drew:
+        faults.append(
+            f"the model draws from Python's or numpy's random generator between its layers ({forward.host_drew}), and "
+            "each stage draws other numbers"
+        )
+    missing = " and ".join(sorted(kwargs.keys() - given))
+    for what in (place(differs) for stage, differs in changed.items() if stage not in full):
+        faults.append(f"stages behind the first have no {missing}, without which other code runs, first {what}")
     handed_on = []
     for value, uses in crossed.skips.uses.items():
-        one, ways = crossed.tensors[value], (uses.source, uses.users, uses.held)
-        shape, dtype = tuple(one.shape), str(one.dtype)
-        handed_on.append(Skip(*ways, value=str(value), shape=shape, dtype=dtype, nbytes=one.nbytes))
+        tensor, ways = crossed.tensors[value], (uses.source, uses.users, uses.held)
+        shape, dtype = tuple(tensor.shape), str(tensor.dtype)
+        handed_on.append(Skip(*ways, value=str(value), shape=shape, dtype=dtype, nbytes=tensor.nbytes))
     guesses = {one.line: one for one in forward.guesses}.values()
     ids, entered = kwargs.get("input_ids"), forward.sent[0][:1]  # does the first layer take tokens beside the ids'?
     longer = isinstance(ids, Tensor) and any(math.prod(one.shape[:-1]) != ids.numel() for one in entered)
     proof = CutProof(
         layout,
         tuple(boundaries),
-        (
-            *_parameters(forward, assignment, crossed.parameters),
-            *_split(forward),
-            *([drawn_by_host] if forward.host_drew else ()),
-            *(_without(one, sorted(kwargs.keys() - given)) for stage, one in changed.items() if stage not in full),
-        ),
+        tuple(faults),
         tuple(f"a value that the batch does not determine is read {place(one)}" for one in guesses),
         tuple(layer for number, layer in enumerate(layers[:-1], start=1) if not every[number]),
         outline.asked(kwargs),
@@ -203,14 +206,6 @@ def _missing(forward: Trace, outline: Outline, boundary: int, skips: Skips) -> I
             yield path
 
 
-def _split(forward: Trace) -> Iterator[str]:
-    """Writes in place to memory that a stage receives in two places."""
-    for operation in forward.split:
-        if id(operation) in forward.live:
-            yield f"what a stage sends twice as one tensor is two on the next one, and is written {place(operation)}"
-            return
-
-
 def _changed(forward: Trace, other: Trace, places: Mapping[int, int]) -> dict[int, Operation]:
     """The stages behind the first that compute in another way without some arguments, each with what differs first."""
     found: dict[int, Operation] = {}
@@ -222,11 +217,6 @@ def _changed(forward: Trace, other: Trace, places: Mapping[int, int]) -> dict[in
                 found[stage] = there if one is _NOTHING else one
                 break
     return found
-
-
-def _without(changed: Operation, dropped: Sequence[str]) -> str:
-    missing = " and ".join(dropped)
-    return f"stages behind the first have no {missing}, without which other code runs, first {place(changed)}"
 
 
 def _drawn(forward: Trace, order: str) -> str:
@@ -319,21 +309,14 @@ class Proofs:
         hidden: Tensor | None,
         comparison: Callable[[], Callable[[], None] | None] | None = None,
     ) -> Needs:
-        """Prove a call, unless one like it has been.
+        """Prove a call of ``stage``, by the arguments of the whole model, unless one like it has been.
 
-        What cannot be proved, a warning says; numbers decide it where a model is small (`COMPARED`).
+        What cannot be proved, a warning says; numbers decide it where a model is small (`COMPARED`): ``comparison`` is
+        asked for what compares loss and gradients with those of the whole model, None: not on this stage. ``hidden``
+        stands for the result of the embedding, of a stage that is called without the ids.
 
-        Args:
-            stage: that is called.
-            args: of the call of the whole model.
-            kwargs: likewise.
-            hidden: of a stage that is called without the ids, what stands for the result of the embedding.
-            comparison: asked, where a call is not proved, for what compares its loss and gradients with those of the
-                whole model; None: not on this stage.
-
-        Raises:
-            CutError: more than what stages send crosses a boundary, a stage computes in another way than the model, or
-                the numbers differ.
+        Raises CutError where more than what stages send crosses a boundary, a stage computes in another way than the
+        model, or the numbers differ.
         """
         key = _key(stage, args, kwargs, hidden)
         if key in self._held:

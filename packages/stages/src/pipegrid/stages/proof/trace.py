@@ -243,11 +243,12 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._outside[id(value)] = value, made
         return self._outside[id(value)][1]
 
-    def placed(self, value: Tensor) -> Traced:
-        """A tensor with the shape of ``value`` that one stage has made."""
+    def placed(self, value: Tensor, *, known: bool = False) -> Traced:
+        """A tensor that one stage has made, with the shape of ``value``; with its values where these are ``known``."""
         with without_modes():
-            inner = on_meta(value.behind if isinstance(value, Traced) else value.detach())
-        return Traced.of(self, inner, self._cell(inner, Cell(False, True, self._given)), self._given, placed=True)
+            inner = value.behind if isinstance(value, Traced) else value.detach()
+            inner = inner.detach().clone() if known else on_meta(inner)
+        return Traced.of(self, inner, self._cell(inner, Cell(known, True, self._given)), self._given, placed=True)
 
     def _cell(self, inner: Tensor, new: Cell) -> Cell:
         """The cell of the storage of ``inner``, which is ``new`` if it has none."""
@@ -291,13 +292,15 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if placed and known and not tensors_in(outs):
             self.guess(operation)
         for one in targets:
-            self._write(one.cell, operation)
+            made = one.cell.written  # is memory of the stage's own needed, or has a stage not all that this changes?
+            self.writes |= made is self._given or (made is not self._state and made.part != operation.part)
+            self.split += [operation] if one.cell.twice else []
             one.cell.known, one.cell.placed, one.cell.drawn = known, placed, drawn
             one.cell.written, one.cell.through = operation, one
-        made = tree_map(lambda out: self._made(out, targets, operation, placed=placed, drawn=drawn), outs)
-        for nth, one in enumerate(traced_in(made)):
+        results = tree_map(lambda out: self._made(out, targets, operation, placed=placed, drawn=drawn), outs)
+        for nth, one in enumerate(traced_in(results)):
             one.nth = nth if one.origin is operation else one.nth
-        return made
+        return results
 
     def _use(self, tensor: Traced, operation: Operation) -> None:
         operation.after += [tensor.origin, tensor.cell.written]
@@ -309,13 +312,6 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if not tensor.uses:
                 self.crossing.append(tensor)
             tensor.uses.append((tensor.made, operation))
-
-    def _write(self, cell: Cell, operation: Operation) -> None:
-        """Note a write in place, where a stage needs memory of its own for it, or has not all that it changes."""
-        made = cell.written
-        self.writes |= made is self._given or (made is not self._state and made.part != operation.part)
-        if cell.twice:
-            self.split.append(operation)
 
     def _run(self, func: Any, args: Any, kwargs: Any, operation: Operation, *, known: bool) -> Any:
         if known:
@@ -477,11 +473,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return tree_map_only(Tensor, lambda one: made.setdefault(id(one), self._stand_in(one)), sent)
 
     def _stand_in(self, value: Tensor) -> Traced:
-        if not (isinstance(value, Traced) and value.cell.known):
-            return self.placed(value)
-        with without_modes():
-            inner = value.behind.detach().clone()
-        return Traced.of(self, inner, self._cell(inner, Cell(True, True, self._given)), self._given, placed=True)
+        return self.placed(value, known=isinstance(value, Traced) and value.cell.known)
 
 
 def _behind(operations: list[Operation]) -> set[int]:

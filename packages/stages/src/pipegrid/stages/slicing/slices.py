@@ -7,7 +7,7 @@ values out of the cache. Unlike in generation they belong to the graph of their 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -30,19 +30,15 @@ class SequenceSlice(Protocol):
 
     def update(self, keys: Tensor, values: Tensor, layer: Hashable, *, dim: int = -2) -> tuple[Tensor, Tensor]:
         """The keys and values of a layer up to the end of this slice, joined along the tokens' axis ``dim``."""
-        ...
 
     def extend(self, key: Hashable, tensor: Tensor, *, dim: int = -2) -> Tensor:
         """``tensor`` behind all that earlier slices have kept under ``key``; and keep it for the later ones."""
-        ...
 
     def past(self, key: Hashable) -> tuple[Tensor, ...]:
         """The tensors that earlier slices have kept under ``key``, in the order of the sequence."""
-        ...
 
     def keep(self, key: Hashable, tensor: Tensor) -> None:
         """Keep ``tensor`` for the later slices under ``key``."""
-        ...
 
 
 def forward_of_slice(
@@ -153,25 +149,19 @@ def other_states(model: nn.Module, layers: Iterable[str], config: Any) -> list[s
 
 def require_length(model: nn.Module, length: int, what: str, error: type[Exception]) -> None:
     """Raise where a rotary module has other frequencies for a text of ``length`` tokens than for its parts."""
-    for name, rope_type, limit in _limits(model):
-        if limit is None or length > limit:
-            raise error(
-                f"{name} has rope_type {rope_type!r}, whose frequencies depend on the length of a forward above "
-                f"{'an unknown length' if limit is None else f'{limit} tokens'}; {what} {length}"
-            )
-
-
-def _limits(model: nn.Module) -> Iterator[tuple[str, str, int | None]]:
-    """The rotary modules with frequencies by length: name, kind, and the tokens up to which they are fixed."""
     for name, module in model.named_modules():
         found = getattr(module, "rope_type", None)
-        by_layer = found if isinstance(found, Mapping) else {None: found}
-        for layer_type, rope_type in by_layer.items():
+        for layer_type, rope_type in (found if isinstance(found, Mapping) else {None: found}).items():
             if not isinstance(rope_type, str) or not ("dynamic" in rope_type or rope_type == "longrope"):
                 continue
-            limit = getattr(module, "original_max_seq_len", None)
+            limit = getattr(module, "original_max_seq_len", None)  # tokens up to which frequencies are fixed
             parameters = getattr(getattr(module, "config", None), "rope_parameters", None) or {}
             parameters = parameters if layer_type is None else parameters.get(layer_type, {})
             if rope_type == "longrope":
                 limit = parameters.get("original_max_position_embeddings", limit)
-            yield name or type(model).__name__, rope_type, limit
+            if limit is None or length > limit:
+                above = "an unknown length" if limit is None else f"{limit} tokens"
+                raise error(
+                    f"{name or type(model).__name__} has rope_type {rope_type!r}, whose frequencies depend on the "
+                    f"length of a forward above {above}; {what} {length}"
+                )

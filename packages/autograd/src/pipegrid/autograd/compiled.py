@@ -96,8 +96,7 @@ class _Graphs:
     """The compiled graphs of a region."""
 
     forward: GraphFunction  # from the region's arguments to its outputs and what the backward needs
-    # from that and the tangents to the gradients of inputs, and what the weight half needs of it
-    input_half: GraphFunction
+    input_half: GraphFunction  # from that and tangents to gradients of inputs, and what the weight half needs of it
     weight_half: GraphFunction  # from what the two before have left to the gradients of parameters
     outputs: int  # number of the region's outputs
     inputs: tuple[int, ...]  # indices of arguments with a gradient at I

@@ -29,8 +29,7 @@ class GraphOutline(NamedTuple):
     """A graph without its nodes, which are numbered in the order in which they are found."""
 
     kinds: tuple[type, ...]  # each node's class
-    # each node's edges: the node that one leads to, and to which of the outputs of its forward
-    edges: tuple[tuple[tuple[int, int], ...], ...]
+    edges: tuple[tuple[tuple[int, int], ...], ...]  # of each node: where each leads to, and to which of its outputs
     roots: tuple[tuple[int, int], ...]  # edges into the graph
     inputs: tuple[int, ...]  # the nodes of the inputs that were used
 
@@ -50,8 +49,7 @@ class WholeNode:
     """A node that runs whole at I."""
 
     node: int
-    # its edges that leave the input path: their index, the node that they lead to, and to which output
-    entries: tuple[tuple[int, int, int], ...]
+    entries: tuple[tuple[int, int, int], ...]  # edges out of the input path: index, node that it leads to, output
     custom: bool  # whether it computes both halves anyway; a node of torch's own does so only where it is asked
     apart: bool  # whether the weight half is that of nodes behind its entries, which run at W (`compile_split`)
 
@@ -63,10 +61,8 @@ class Division:
     input_path: tuple[int, ...]  # all nodes of the input path; without any there are no owners either
     owners: tuple[Owner, ...]  # in the order in which W runs them: the highest first, as in a whole backward
     whole: tuple[WholeNode, ...]  # the nodes with edges out of the input path that are no owners
-    # the owners' outputs, each as a node and an output: I keeps the gradients that arrive there
-    arrivals: tuple[tuple[int, int], ...]
-    # the owners of each height, for which W calls the engine once: their slice of ``arrivals``, and their sinks
-    levels: tuple[tuple[slice, tuple[int, ...]], ...]
+    arrivals: tuple[tuple[int, int], ...]  # outputs of owners, as node and output, whose gradients I keeps
+    levels: tuple[tuple[slice, tuple[int, ...]], ...]  # owners of one height: their slice of ``arrivals``, their sinks
     reruns: bool  # whether nodes behind shared parameters run a second time within I, so that the first run keeps them
     spent: tuple[int, ...]  # nodes of the input path that W does not run again
     unsplittable: tuple[int, ...]  # nodes of the input path that cannot run while others are kept for later

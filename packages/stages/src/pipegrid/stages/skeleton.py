@@ -43,17 +43,13 @@ class Needs:
     """The facts of a call that the stages need, from the trace of the whole model."""
 
     absent: tuple[str, ...] = ()  # places in the model's output of what the last stage cannot make
-    # the model writes in place to what its parts return, or to its batch; also where no trace has shown it
-    writes: bool = True
+    writes: bool = True  # in place to what parts return, or to the batch; also where no trace has shown it
     dicts: frozenset[int] | None = None  # the stages that receive a dict; None where no trace has shown it
-    # where the encoder returns a dict, its type and the key of the encoder's output
-    encoder: tuple[type, str] | None = None
+    encoder: tuple[type, str] | None = None  # where it returns a dict: its type, and the key of its output
     longer: bool = False  # the model's own code puts other tokens beside those of the ids, as prompt tuning does
     skips: Skips | None = None  # the values that stages hand on past others; None where there are none
-    # the stages behind the first whose code reads what only parts before the layers take otherwise (`PIXELS`)
-    full: frozenset[int] = frozenset()
-    # the parts that run beside layers of other stages, for the stages that use what they return
-    beside: frozenset[str] = frozenset()
+    full: frozenset[int] = frozenset()  # stages behind the first whose code differs without `PIXELS`
+    beside: frozenset[str] = frozenset()  # parts that run beside layers of other stages, which use them
 
 
 @define(eq=False)

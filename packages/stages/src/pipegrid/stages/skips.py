@@ -73,10 +73,8 @@ class SkipCarrier:
     stage: int
     placement: Sequence[int]  # the position of each stage
     skips: Skips | None = None  # of the running call
-    # by edge, the values received for this forward; None in a step without such edges
-    arrived: Mapping[Edge, Sequence[Tensor | None]] | None = None
-    # of each stage, what its position shares with those near it; None: values go straight to each position
-    hosts: Sequence[Hashable] | None = None
+    arrived: Mapping[Edge, Sequence[Tensor | None]] | None = None  # by edge; None in a step without such edges
+    hosts: Sequence[Hashable] | None = None  # what a stage's position shares with others; None: values go straight
     values: dict[Value, Tensor] = field(factory=dict, init=False)  # of this stage, in the running forward
     copies: bool = False  # the model writes in place to what its parts return
     real: set[str] = field(factory=set)  # the parts of other stages that run here, as their parameters came

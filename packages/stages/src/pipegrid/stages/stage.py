@@ -257,8 +257,8 @@ class Stage(nn.Module):
             carried = [self._to_carry(name, kwargs) for name in self._carry]
         elif self._carry:
             received, *carried = received
-            given = zip(self._carry, carried, strict=True)
-            kwargs |= {name: value for name, value in given if value is not None}
+            named = zip(self._carry, carried, strict=True)
+            kwargs |= {name: value for name, value in named if value is not None}
         comparison = partial(self._comparison, args, kwargs) if received is None else None
         if comparison is not None and self._check is not None and getattr(self.config, "check", None):
             if (compare := comparison()) is not None:
@@ -267,7 +267,9 @@ class Stage(nn.Module):
         # Of generated tokens the first pass, over the prompts: further ones do the same with the cache.
         further = self.kv_caches is not None and self.kv_caches[self.current_microbatch].mask is not None
         if self.proofs is not None and self.assignment.num_stages > 1 and not further:
-            hidden = None if received is None or not self._flow.embeds else self._stand_in(received, kwargs)
+            # Of a stage whose rank has no ids, a stand-in for the result of the embedding:
+            given = kwargs.get("input_ids") is not None or kwargs.get("inputs_embeds") is not None
+            hidden = None if given or received is None or not self._flow.embeds else self._flow.embedded(received)
             self._run.needs = self.proofs.require(self, args, kwargs, hidden, comparison)
         needs = self._run.needs
         of_modules = not isinstance(received, torch.Tensor) and isinstance(received, Mapping)
@@ -310,12 +312,6 @@ class Stage(nn.Module):
                 f"{name}=... (None is a value), or leave it out of carry"
             )
         return kwargs.get(name)
-
-    def _stand_in(self, received: Any, kwargs: Mapping[str, Any]) -> torch.Tensor | None:
-        """A stand-in for the result of the embedding, of a stage whose rank has no ids."""
-        if kwargs.get("input_ids") is not None or kwargs.get("inputs_embeds") is not None:
-            return None
-        return self._flow.embedded(received)
 
     def _arrived(self, received: Any) -> Any:
         """The payload of the stage before: hidden states, and what is carried with them."""

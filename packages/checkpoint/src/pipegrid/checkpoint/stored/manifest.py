@@ -71,10 +71,8 @@ class GroupEntry:
     index: Index
     options: dict[str, Any]
     parameters: tuple[tuple[str, str], ...]
-    # the optimizer's class, such as ``torch.optim.AdamW``; empty in checkpoints written before it was kept
-    kind: str = ""
-    # the options that the optimizer was made with; a schedule changes those of the group alone
-    defaults: dict[str, Any] = field(factory=dict)
+    kind: str = ""  # such as ``torch.optim.AdamW``; empty in checkpoints written before it was kept
+    defaults: dict[str, Any] = field(factory=dict)  # of its making; a schedule changes those of the group alone
 
 
 @frozen(kw_only=True, field_transformer=_checked)
@@ -82,8 +80,7 @@ class Manifest:
     """The contents of a checkpoint."""
 
     step: Size
-    # by ``model/MODULE/NAME``, ``optimizer/MODULE/NAME/ENTRY`` and ``random/RANK/KIND``
-    tensors: dict[str, TensorEntry]
+    tensors: dict[str, TensorEntry]  # by ``model/MODULE/NAME``, ``optimizer/MODULE/NAME/ENTRY``, ``random/RANK/KIND``
     files: dict[str, FileEntry]  # those without tensors
     groups: tuple[GroupEntry, ...]
     values: dict[str, Any]  # entries of optimizer states that are no tensors, by the same keys

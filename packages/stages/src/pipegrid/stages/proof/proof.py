@@ -131,8 +131,9 @@ def _proof_of(outline: Outline, call: ModelCall, host: HostState, dropped: Seque
             "each stage draws other numbers"
         )
     missing = " and ".join(sorted(kwargs.keys() - given))
-    for what in (place(differs) for stage, differs in changed.items() if stage not in full):
-        faults.append(f"stages behind the first have no {missing}, without which other code runs, first {what}")
+    otherwise = [place(differs) for stage, differs in changed.items() if stage not in full]
+    other_code = f"stages behind the first have no {missing}, without which other code runs, first"
+    faults += [f"{other_code} {one}" for one in otherwise]
     handed_on = []
     for value, uses in crossed.skips.uses.items():
         tensor, ways = crossed.tensors[value], (uses.source, uses.users, uses.held)

@@ -28,10 +28,8 @@ class Crossings:
 
     skips: Skips  # those that are handed on
     tensors: Mapping[Value, Traced]  # each of them in the trace
-    # pairs of a parameter that is handed on, by name, and a stage that it comes to
-    parameters: frozenset[tuple[str, int]]
-    # pairs of identities, of the operation that made one that cannot be, and of that which uses it
-    left: frozenset[tuple[int, int]]
+    parameters: frozenset[tuple[str, int]]  # those handed on, by name, each with a stage that it comes to
+    left: frozenset[tuple[int, int]]  # ids of makers and users of values that cannot be handed on
 
     def coming(self, stage: int) -> int:
         """How many values come to a stage by edges."""

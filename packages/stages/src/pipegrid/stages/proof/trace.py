@@ -58,8 +58,7 @@ class ModelCall:
 
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
-    # more of these, which stand for the result of the embedding; their shapes are read
-    hidden: Mapping[str, Tensor] = field(factory=dict)
+    hidden: Mapping[str, Tensor] = field(factory=dict)  # for the result of the embedding; their shapes are read
     loss: Callable[[Any], Any] | None = None  # of what the forward returns, traced as well
     unlike: bool = False  # the host reads other numbers in place of values that are not there
     skips: AbstractSet[Value] = frozenset()  # values that stages have of others
@@ -79,30 +78,24 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         tensors = tensors_in((tuple(call.args), dict(call.kwargs)))
         self.device, self.running = tensors[0].device if tensors else torch.device("cpu"), False
         self.order: list[int] = []  # the layers in the order in which they returned, by number
-        # number of boundaries passed: 1 since the first layer began, ``i + 2`` since layer ``i`` returned
-        self.passed = 0
+        self.passed = 0  # boundaries passed: 1 since the first layer began, ``i + 2`` since layer ``i`` returned
         self.sent: dict[int, list[Traced]] = {}  # per boundary, the tensors that a stage sends there
         self.dicts: set[int] = set()  # the boundaries at which it sends a dict
         self.crossing: list[Traced] = []  # tensors that were used behind a boundary that was passed after their making
         self.parameters: dict[str, list[Operation]] = {}  # the uses of each parameter
-        # operations outside of layers and parts by which the host read what the batch does not determine
-        self.guesses: list[Operation] = []
+        self.guesses: list[Operation] = []  # by which the model's own code reads what the batch does not determine
         self.draws: list[Operation] = []  # those by which it read a random number
         self.result: Any = None  # what the forward returned
         self.writes = False  # an operation wrote in place to what another part has made, or to the batch
         self.split: list[Operation] = []  # operations that wrote in place to what is sent twice at one boundary
-        # where the encoder returned a dict, its type and the key of the encoder's output
-        self.encoder: tuple[type, str] | None = None
+        self.encoder: tuple[type, str] | None = None  # where it returned a dict: its type, the key of its output
         # where asked for, the operations without values behind the first boundary, with digests of known inputs
         self.behind: list[tuple[Operation, tuple[int, ...]]] | None = [] if compared else None
         self.parts: list[str] = []  # the layers and parts that run now
         self.operations: list[Operation] = []  # those that have no values, in their order
-        # calls of functions with a backward of their own, whose arguments their operations may not show
-        self.applied: list[Operation] = []
-        # per boundary, what the tensors were made of that a stage sends there (see `reference`)
-        self.ends: dict[int, list[str]] = {}
-        # per boundary, stand-ins for what a stage sends there: the model may write to that later
-        self.results: dict[int, Any] = {}
+        self.applied: list[Operation] = []  # calls of functions with a backward of their own, with arguments
+        self.ends: dict[int, list[str]] = {}  # per boundary, what the sent tensors were made of (see `reference`)
+        self.results: dict[int, Any] = {}  # per boundary, stand-ins for what is sent, which may be written to later
         self.reads: Counter[str] = Counter()  # how many numbers the host has read of values that are not there, by part
         self.host_drew = ""  # where the model's own code drew from Python's or numpy's generator behind the first layer
         # what parts and layers have returned, by identity: the tensor, the value, the operation that wrote it
@@ -110,8 +103,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # the same of modules inside of layers with hooks, by which the model's own code takes their results
         self.inside: dict[int, tuple[Traced, Value, Operation]] = {}
         self.results_inside: dict[str, Any] = {}  # by their names, what they return in the first call, without tensors
-        # by layer, the entries that it puts into mappings among its arguments, without tensors
-        self.filled: dict[str, dict[str, dict[Any, Any]]] = {}
+        self.filled: dict[str, dict[str, dict[Any, Any]]] = {}  # what layers put into mappings among their arguments
         self.skipped: dict[Value, str] = {}  # of the values of ``skips`` that this model has, what each was made of
         self.given: dict[Value, Traced] = {}  # stand-ins for them, which stages have in their place
         self._skips, self._calls = skips, Counter[str]()

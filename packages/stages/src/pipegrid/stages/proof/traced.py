@@ -37,11 +37,9 @@ class Operation:
     line: str  # the line of the model's code, ``file.py:12``
     passed: int  # number of boundaries passed
     after: list[Operation] = field(factory=list, repr=False)  # the operations that made its inputs
-    # those without values, each with the operation that had written it
-    inputs: list[tuple[Traced, Operation]] = field(factory=list, repr=False)
+    inputs: list[tuple[Traced, Operation]] = field(factory=list, repr=False)  # those without values, and their writers
     text: str = ""  # the operation with its arguments; tensors by their shapes, parameters by their names
-    # of the operation, its arguments and all that these were made of; "" where the batch determines it
-    signature: str = field(default="", repr=False)
+    signature: str = field(default="", repr=False)  # of all that it was made of; "" where the batch determines it
     number: int = 0  # of operations before it
     draws: bool = False  # it draws random numbers
 
@@ -84,12 +82,10 @@ class Traced(Tensor):
     cell: Cell
     origin: Operation  # the operation that made this view of the storage
     placed: bool  # a stage needed a parameter, a random number or a part of another stage to make this view
-    # pairs of operations, the one that made its value and one that used it behind a boundary
-    uses: list[tuple[Operation, Operation]]
+    uses: list[tuple[Operation, Operation]]  # pairs: what made its value, and what used it behind a boundary
     parameter: str  # its name, if it is one
     nth: int  # among the results of its origin
-    # its place in what is sent at a boundary, and the operation that had written it last; None elsewhere
-    arrived: tuple[str, Operation] | None
+    arrived: tuple[str, Operation] | None  # its place in what is sent at a boundary, and the last to write it
 
     @staticmethod
     def of(

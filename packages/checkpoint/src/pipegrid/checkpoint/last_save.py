@@ -1,9 +1,8 @@
 """The last background save of a script that ends without waiting for it: finished at exit, or reported as lost.
 
-The exit code of a process is fixed before `atexit` runs, with one documented exception: "If an error occurs in the
-cleanup after the Python interpreter has caught SystemExit (such as an error flushing buffered data in the standard
-streams), the exit status is changed to 120" (`sys.exit`). A lost save is such an error. So everything else that runs at
-exit still runs, which `os._exit` would cut off.
+The exit code of a process is fixed before `atexit` runs, but for "an error in the cleanup after the Python interpreter
+has caught SystemExit (such as an error flushing buffered data in the standard streams)", which makes it 120
+(`sys.exit`). A lost save is such an error, so everything else that runs at exit still runs, unlike after `os._exit`.
 """
 
 from __future__ import annotations
@@ -15,8 +14,7 @@ from typing import Any, Final
 
 from pipegrid.stages.errors import CheckpointError
 
-EXIT_CODE: Final = 120
-"""The exit code of a process whose last save is lost: Python's own for an error in the cleanup at exit."""
+EXIT_CODE: Final = 120  # of a process whose last save is lost: Python's own for an error in the cleanup at exit
 _SILENT: Final = 5.0  # seconds that a process which ends waits without a word, or after an uncaught exception
 
 

@@ -190,14 +190,7 @@ class Placeholder(nn.Module):
     """
 
     def __init__(
-        self,
-        name: str,
-        part: nn.Module,
-        run: StageRun,
-        *,
-        earlier: bool,
-        sends: bool = False,
-        own: nn.Module | None = None,
+        self, name: str, part: nn.Module, run: StageRun, *, earlier: bool, sends: bool = False, own: Any = None
     ) -> None:
         super().__init__()
         # No submodules: they have no place among the stage's parameters.

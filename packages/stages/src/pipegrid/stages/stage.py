@@ -284,16 +284,8 @@ class Stage(nn.Module):
         if part is None or self._slice_argument is None:
             result = self._flow.run(self._run, received, args, kwargs)
         else:
-            result = forward_of_slice(
-                self.whole,
-                self.assignment,
-                self.number,
-                part,
-                self._tokens(received, kwargs),
-                kwargs,
-                self._slice_argument,
-                lambda given: self._flow.run(self._run, received, (), given),
-            )
+            run = partial(self._flow.run, self._run, received, ())
+            result = forward_of_slice(self, part, self._slice_argument, self._tokens(received, kwargs), kwargs, run)
         if needs.absent and not further and self.is_last:
             result = without(result, needs.absent)
         return self._sent(result, carried) if self._sends else result

@@ -92,10 +92,9 @@ def _like(parameter: Tensor, manifest: Manifest, key: str, group: Mapping[str, A
 def kind_of(optimizer: Any) -> str:
     """The class of an optimizer: of a subclass of one of torch the latter, ``torch.optim.AdamW``."""
     cls = type(optimizer)
-    for base in cls.__mro__:
-        if base.__module__.startswith(_TORCH) and base is not optim.Optimizer:
-            return f"{_TORCH}{base.__qualname__}"
-    return f"{cls.__module__}.{cls.__qualname__}"
+    bases = (one for one in cls.__mro__ if one.__module__.startswith(_TORCH) and one is not optim.Optimizer)
+    base = next(bases, None)
+    return f"{cls.__module__}.{cls.__qualname__}" if base is None else f"{_TORCH}{base.__qualname__}"
 
 
 def groups(optimizers: Sequence[Any], owners: Owners) -> list[GroupEntry]:

@@ -1,10 +1,9 @@
 """Build a model with the parameters of some stages only, and the initial values that one process gives them.
 
-The function that makes the model runs twice (see `runs`). The first run finds, on the meta device, which tensors the
-own parameters get their values from. In the second, all other parameters become views of one scratch buffer as soon as
-they are registered or made: initialization writes there, and the generator goes through the states of one process. So
-own values are bit for bit those of one process with the same seed, and the memory is that of the own parameters, of
-what they are copied from, and of two others.
+Its function runs twice (see `runs`). In the second run, all parameters of other stages become views of one scratch
+buffer as soon as they are registered or made: initialization writes there, and the generator goes through the states of
+one process. So own values are bit for bit those of one process with the same seed, and the memory is that of the own
+parameters, of what they are copied from, and of two others.
 """
 
 from __future__ import annotations

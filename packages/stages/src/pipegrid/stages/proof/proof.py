@@ -201,9 +201,9 @@ def _missing(forward: Trace, outline: Outline, boundary: int, skips: Skips) -> I
         sent = sent + forward.sent[outline.encoder[1]]
     for path, leaf in named_leaves(forward.result):
         early = isinstance(leaf, Traced) and leaf.cell.placed and leaf.made.passed <= boundary
-        if early and not any(leaf is one for one in sent):
-            if skips.uses and is_there(forward, outline, skips, leaf, last):
-                continue
+        if not early or any(leaf is one for one in sent):
+            continue
+        if not (skips.uses and is_there(forward, outline, skips, leaf, last)):
             yield path
 
 

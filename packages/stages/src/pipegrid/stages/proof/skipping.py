@@ -131,15 +131,13 @@ class _Finder:
 
         A part whose turn is over on its stage runs on a later one, as the model's own code does.
         """
-        layers, stages, part = self.assignment.layers, self.assignment.stage_of_layer, part or operation.part
+        stages, part = self.assignment.stage_of_layer, part or operation.part
         first, last = running(operation.passed, self.assignment)
         if part:
             owner = stages[part] if part in stages else min(self.assignment.owners(part))
             if first <= owner <= last:
                 return owner
-        if operation.passed > len(layers):
-            return self.assignment.num_stages - 1
-        return stages[layers[max(operation.passed - 1, 0)]]
+        return last
 
     def values(self, made: Made, stage: int) -> frozenset[Value] | None:
         """The values that ``stage`` lacks to have a tensor; None: it cannot have it."""

@@ -2,8 +2,7 @@
 
 A `Traced` tensor claims the device of the batch. Behind it is a tensor with values, or one on the meta device: what
 depends on a parameter has no values, so that a model of any size is traced in the memory of its batch. What is known of
-a value belongs to its storage, so that a write through one view is seen through every other one. Operators that
-overwrite, read values of the host, or index by masks are treated apart.
+a value belongs to its storage, so that a write through one view is seen through every other one.
 """
 
 from __future__ import annotations

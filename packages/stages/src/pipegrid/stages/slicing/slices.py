@@ -7,7 +7,7 @@ values out of the cache. Unlike in generation they belong to the graph of their 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -42,20 +42,13 @@ class SequenceSlice(Protocol):
 
 
 def forward_of_slice(
-    whole: nn.Module,
-    assignment: Assignment,
-    number: int,
-    part: SequenceSlice,
-    tokens: Tensor,
-    given: Mapping[str, Any],
-    cache_argument: str,
-    forward: Callable[[dict[str, Any]], Any],
+    stage: Any, part: SequenceSlice, cache_argument: str, tokens: Tensor, given: Mapping[str, Any], forward: Any
 ) -> Any:
     """Run ``forward`` on the slice ``part``, with the cache of the microbatch among its arguments ``given``.
 
-    ``tokens``: the ids or hidden states of the slice; ``number``: of the stage of the model ``whole``;
-    ``cache_argument``: of `cache_name`.
+    ``stage`` is a `Stage`, ``cache_argument`` that of `cache_name`, ``tokens`` the ids or hidden states of the slice.
     """
+    whole, assignment, number = stage.whole, stage.assignment, stage.number
     given = {name: value for name, value in given.items() if value is not None}
     unknown = given.keys() - {*_INPUTS, *_LABELS}
     if unknown:  # labels too: the model would shift them inside of the slice, and lose that of its last token

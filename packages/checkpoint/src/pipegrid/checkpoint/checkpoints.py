@@ -7,6 +7,7 @@ import os
 import queue
 import threading
 import weakref
+from collections.abc import Callable
 from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
@@ -81,7 +82,7 @@ class Checkpoints:
         self._pending = Pending()
         self._work: queue.SimpleQueue[tuple[Snapshot | Exception, Future[None]] | None] = queue.SimpleQueue()
         self._worker: threading.Thread | None = None
-        self._unlock: weakref.finalize[..., Checkpoints] | None = None  # on the first rank
+        self._unlock: Callable[[], object] = lambda: None  # on the first rank, a release of the lock
         atexit.register(finish, self._pending, self.directory, timeout.total_seconds())
         outcome = f"{self.directory} is not used"
         with self._job.calling("the first save() or load()"):
@@ -174,8 +175,7 @@ class Checkpoints:
                 self._worker.join()
                 self._worker = None
             self._job.close()
-            if self._unlock is not None:
-                self._unlock()
+            self._unlock()
 
     def groups(self) -> list[dist.ProcessGroup]:
         """The process groups of saves and loads, for callers that end all connections of a rank after a failure."""
@@ -188,8 +188,7 @@ class Checkpoints:
         if self._worker is not None:
             self._work.put(None)
             self._worker = None
-        if self._unlock is not None:
-            self._unlock()
+        self._unlock()
 
     def _run(self) -> None:
         while (work := self._work.get()) is not None:

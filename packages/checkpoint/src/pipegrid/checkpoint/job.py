@@ -38,11 +38,7 @@ class CheckpointRanks:
     """
 
     def __init__(
-        self,
-        group: dist.ProcessGroup | None,
-        timeout: timedelta,
-        deadline: float | None = None,
-        monitor: Monitor | None = None,
+        self, group: dist.ProcessGroup | None, timeout: timedelta, deadline: float | None, monitor: Monitor | None
     ) -> None:
         self.group: dist.ProcessGroup | None = None
         self.rank, self.size = 0, 1

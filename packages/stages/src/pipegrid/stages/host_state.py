@@ -21,7 +21,7 @@ import sys
 import types
 import warnings
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,10 @@ from torch import Tensor, nn
 _PLAIN = {"builtins", "types", "collections", "argparse", "functools", "random"}
 _OPAQUE = (sys.stdlib_module_names - _PLAIN - {"__main__"}) | {"torch", "numpy", "pipegrid", "attr"}
 _ATOMS = (str, bytes, int, float, complex, type(None), torch.dtype, torch.device, types.CodeType)
+_WRAPPERS: Any = (
+    types.MethodType | staticmethod | classmethod | property | functools.cached_property | functools.partial
+)
+_INNER = ("__func__", "__self__", "fget", "func", "args", "keywords", "__wrapped__")  # what these hold
 _UNSET = ("__dict__", "__weakref__", "__doc__")
 _MISSING: Any = object()
 _HEAP = 1 << 9  # of the flags of a class: made by Python code
@@ -126,8 +130,10 @@ class HostState:
                 yield functools.partial(_in_cell, cell), functools.partial(_set_cell, cell)
             if self._is_followed(value.__globals__.get("__name__")):
                 names, stored = _globals_in(value.__code__)
-                yield from self._globals(value.__globals__, (names & value.__globals__.keys()) | stored)
-                yield from self._imported(value.__globals__, names)
+                yield _names_in(value.__globals__, (names & value.__globals__.keys()) | stored)
+                for module in map(value.__globals__.__getitem__, names & value.__globals__.keys()):
+                    if isinstance(module, types.ModuleType) and self._is_followed(module.__name__):
+                        yield _names_in(vars(module), names & vars(module).keys())
         elif isinstance(value, nn.Module):
             for name in ("_parameters", "_buffers"):
                 table = vars(value)[name]
@@ -146,21 +152,6 @@ class HostState:
             for name in _slots(kind):
                 yield lambda name=name: {0: getattr(value, name, _MISSING)}, functools.partial(_set_slot, value, name)  # type: ignore[misc]
 
-    def _globals(self, namespace: dict[str, Any], names: frozenset[str]) -> Iterator[_State]:
-        """The values of ``names`` in a Python module."""
-        yield (
-            lambda: {name: namespace.get(name, _MISSING) for name in names},
-            functools.partial(_set_names, namespace),
-        )
-
-    def _imported(self, namespace: dict[str, Any], names: frozenset[str]) -> Iterator[_State]:
-        """The values of ``names`` in the Python modules that have one of these names."""
-        for name in names & namespace.keys():
-            module = namespace[name]
-            if isinstance(module, types.ModuleType) and self._is_followed(module.__name__):
-                inner = frozenset(names & vars(module).keys())
-                yield from self._globals(vars(module), inner)
-
     def _beside(self, value: Any) -> Iterable[Any]:
         """Objects that are reached through one besides those that it can change."""
         kind = type(value)
@@ -170,16 +161,8 @@ class HostState:
             return value
         if isinstance(value, types.FunctionType):
             return (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values(), value.__dict__)
-        if isinstance(value, types.MethodType):
-            return value.__func__, value.__self__
-        if isinstance(value, (staticmethod, classmethod)):
-            return (value.__func__,)
-        if isinstance(value, (property, functools.cached_property)):
-            return (getattr(value, "fget", None), getattr(value, "func", None))
-        if isinstance(value, functools.partial):
-            return value.func, value.args, value.keywords
-        if hasattr(kind, "cache_clear"):
-            return (getattr(value, "__wrapped__", None),)
+        if isinstance(value, _WRAPPERS) or hasattr(kind, "cache_clear"):
+            return [getattr(value, name, None) for name in _INNER]
         if isinstance(value, nn.Module) or self._is_followed(kind.__module__):
             has_own = hasattr(value, "__dict__") and not isinstance(value, types.ModuleType)
             return (kind, vars(value)) if has_own else (kind,)
@@ -238,6 +221,11 @@ def _globals_in(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
     instructions = (each for one in codes for each in dis.get_instructions(one))
     stored = frozenset(each.argval for each in instructions if each.opname == "STORE_GLOBAL")
     return frozenset(name for one in codes for name in one.co_names), stored
+
+
+def _names_in(namespace: dict[str, Any], names: Collection[str]) -> _State:
+    """The values of ``names`` in a Python module."""
+    return lambda: {name: namespace.get(name, _MISSING) for name in names}, functools.partial(_set_names, namespace)
 
 
 def _slots(kind: type) -> Iterator[str]:

@@ -198,11 +198,11 @@ class Placeholder(nn.Module):
         self.name, self.run, self.earlier, self.sends, self.training = name, run, earlier, sends, part.training
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or "ghost" not in self.__dict__:
-            return super().__getattr__(name)
         try:
             return super().__getattr__(name)
         except AttributeError:
+            if name.startswith("__") or "ghost" not in self.__dict__:
+                raise
             return getattr(self.__dict__["ghost"], name)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:

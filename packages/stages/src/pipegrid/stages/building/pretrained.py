@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from traceback import walk_tb
@@ -39,12 +39,18 @@ def files_read_by(source: Callable[[Stored], Tensor], hidden: Collection[Stored]
     if loads():
         importlib.import_module(_MODULE)  # itself imported on use
     module = sys.modules.get(_MODULE)
-    original = getattr(module, _OPEN, None)
+    original: Any = getattr(module, _OPEN, None)
     before = os.environ.get(_IN_THREADS)
+
+    def opened(path: str | os.PathLike[str], *options: Any, **named: Any) -> _File:
+        stored = stored_in(path)
+        left_out = {name for name, one in stored.items() if one in hidden}
+        return _File(original(path, *options, **named), stored, source, left_out)
+
     os.environ[_IN_THREADS] = "1"
     try:
         if original is not None:
-            setattr(module, _OPEN, partial(_File, original, source, frozenset(hidden)))
+            setattr(module, _OPEN, opened)
         yield
     finally:
         if original is not None:
@@ -59,18 +65,9 @@ class _File:
     """A file opened by `safetensors.safe_open`, whose tensors ``source`` gives."""
 
     def __init__(
-        self,
-        opened_by: Callable[..., Any],
-        source: Callable[[Stored], Tensor],
-        hidden: frozenset[Stored],
-        path: str | os.PathLike[str],
-        *options: Any,
-        **named: Any,
+        self, file: Any, stored: Mapping[str, Stored], source: Callable[[Stored], Tensor], hidden: set[str]
     ) -> None:
-        stored = stored_in(path)
-        self._file = opened_by(path, *options, **named)
-        self._source, self._stored = source, stored
-        self._hidden = {each.name for each in stored.values() if each in hidden}
+        self._file, self._stored, self._source, self._hidden = file, stored, source, hidden
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._file, name)

@@ -175,8 +175,7 @@ class _Weights(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        del gradient
+    def backward(ctx: Any, _: Tensor) -> Any:
         left, ctx.call.left = ctx.call.left, None
         return None, *_run(ctx.call.graphs.weight_half, left)
 
@@ -185,9 +184,8 @@ class SplitRegion(torch.autograd.Function):
     """The forward of a region, and the input half of its backward."""
 
     @staticmethod
-    def forward(ctx: Any, call: _Call, weights: Tensor, *inputs: Tensor) -> Any:
+    def forward(ctx: Any, call: _Call, weights: Tensor, *_: Tensor) -> Any:
         """The region's outputs; ``weights``, the result of `_Weights`, takes the place of its parameters."""
-        del inputs
         graphs = call.graphs
         arguments = [each.detach() if isinstance(each, Tensor) else each for each in call.arguments]
         call.arguments = ()
@@ -197,13 +195,8 @@ class SplitRegion(torch.autograd.Function):
         ctx.call, ctx.weights = call, (weights.dtype, weights.device)
         ctx.numbers = {place: value for place, value in enumerate(saved) if not isinstance(value, Tensor)}
         ctx.save_for_backward(*(value for value in saved if isinstance(value, Tensor)))
-        ctx.mark_non_differentiable(
-            *(
-                each
-                for index, each in enumerate(returned)
-                if index not in graphs.differentiable and isinstance(each, Tensor)
-            )
-        )
+        others = (each for index, each in enumerate(returned) if index not in graphs.differentiable)
+        ctx.mark_non_differentiable(*(each for each in others if isinstance(each, Tensor)))
         return tuple(returned)
 
     @staticmethod

@@ -82,10 +82,9 @@ def _names(kind: type) -> tuple[str, ...]:
     return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
 
 
-def _nothing(tensor: Any) -> None:
-    del tensor
+def _nothing(_: Any) -> None:
+    return None
 
 
-def _freed(packed: None) -> None:
-    del packed
+def _freed(_: None) -> None:
     raise RuntimeError("this tensor was freed after the input-gradient half of its backward; the node ran again")

@@ -182,10 +182,8 @@ def backward_weights(half: WeightHalf) -> None:
 def _collector(
     entries: Iterable[tuple[int, GradientEdge]], leaving: list[tuple[GradientEdge, torch.Tensor]]
 ) -> Callable[[Sequence[torch.Tensor | None], Sequence[torch.Tensor | None]], None]:
-    """A hook that notes what a node hands to its entries."""
 
-    def collect(grad_inputs: Sequence[torch.Tensor | None], grad_outputs: Sequence[torch.Tensor | None]) -> None:
-        del grad_outputs
+    def collect(grad_inputs: Sequence[torch.Tensor | None], _: Sequence[torch.Tensor | None]) -> None:
         for index, edge in entries:
             gradient = grad_inputs[index]
             if gradient is not None:

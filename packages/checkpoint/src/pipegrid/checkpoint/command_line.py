@@ -37,7 +37,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    """Run a command; 1 for a corrupt checkpoint."""
     path = found_at(arguments.path)
     if arguments.command == "show":
         print(shown(path, reading.read(path)))  # noqa: T201

@@ -115,7 +115,6 @@ def _require_seen(path: Path) -> None:
 
 
 def _describe(path: Path, plan: str | None, of_ranks: Sequence[Manifest]) -> None:
-    """Write the text of the plan, and the manifest of all ranks."""
     if plan is not None:
         folder.write(path / PLAN, plan)
     tensors: dict[str, TensorEntry] = {}

@@ -175,7 +175,6 @@ def export_safetensors(
 
 
 def _names(found: Manifest, module: str | None) -> dict[str, str]:
-    """The name in the file of each key."""
     if module is not None and module not in found.modules:
         raise CheckpointError(f"the checkpoint has no module {module!r}; it has {', '.join(found.modules)}")
     alone = module is not None or len(found.modules) == 1

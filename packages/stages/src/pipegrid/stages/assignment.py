@@ -16,7 +16,6 @@ from pipegrid.stages.torch_compat import extent_of, memory_of
 from pipegrid.topology import HyperCommGrid
 
 ELSEWHERE = -1  # the stage of parameters that another module of the job has
-
 _ENDS = (LayerType.embedding, LayerType.loss)
 
 

@@ -31,9 +31,7 @@ from torch import Tensor, nn
 _PLAIN = {"builtins", "types", "collections", "argparse", "functools", "random"}
 _OPAQUE = (sys.stdlib_module_names - _PLAIN - {"__main__"}) | {"torch", "numpy", "pipegrid", "attr"}
 _ATOMS = (str, bytes, int, float, complex, type(None), torch.dtype, torch.device, types.CodeType)
-_WRAPPERS: Any = (
-    types.MethodType | staticmethod | classmethod | property | functools.cached_property | functools.partial
-)
+_WRAPS: Any = types.MethodType | staticmethod | classmethod | property | functools.cached_property | functools.partial
 _INNER = ("__func__", "__self__", "fget", "func", "args", "keywords", "__wrapped__")  # what these hold
 _UNSET = ("__dict__", "__weakref__", "__doc__")
 _MISSING: Any = object()
@@ -161,7 +159,7 @@ class HostState:
             return value
         if isinstance(value, types.FunctionType):
             return (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values(), value.__dict__)
-        if isinstance(value, _WRAPPERS) or hasattr(kind, "cache_clear"):
+        if isinstance(value, _WRAPS) or hasattr(kind, "cache_clear"):
             return [getattr(value, name, None) for name in _INNER]
         if isinstance(value, nn.Module) or self._is_followed(kind.__module__):
             has_own = hasattr(value, "__dict__") and not isinstance(value, types.ModuleType)

@@ -337,7 +337,6 @@ class Stage(nn.Module):
         return result if self.module is None else {self.module: result}
 
     def _with_cache(self, received: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """The arguments of a forward, with the KV cache of the microbatch."""
         assert self.kv_caches is not None
         tokens = self._tokens(received, kwargs)
         if tokens is not kwargs.get("input_ids") and tokens.dim() != _HIDDEN_AXES:

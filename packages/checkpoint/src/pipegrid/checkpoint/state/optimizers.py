@@ -99,22 +99,14 @@ def kind_of(optimizer: Any) -> str:
 
 def groups(optimizers: Sequence[Any], owners: Owners) -> list[GroupEntry]:
     """The parameter groups of this rank."""
-    return [
-        GroupEntry(
-            number,
-            index,
-            {
-                option: to_plain(value, f"option {option!r} of group {index} of optimizer {number}")
-                for option, value in group.items()
-                if option != "params"
-            },
-            tuple(owner_of(parameter, owners, number) for parameter in _held(group, owners)),
-            kind_of(optimizer),
-            dict(_defaults(optimizer)),
-        )
-        for number, optimizer in enumerate(optimizers)
-        for index, group in enumerate(optimizer.param_groups)
-    ]
+    found = []
+    for number, optimizer in enumerate(optimizers):
+        for index, group in enumerate(optimizer.param_groups):
+            of = f"of group {index} of optimizer {number}"
+            plain = {key: to_plain(value, f"option {key!r} {of}") for key, value in group.items() if key != "params"}
+            names = tuple(owner_of(parameter, owners, number) for parameter in _held(group, owners))
+            found.append(GroupEntry(number, index, plain, names, kind_of(optimizer), dict(_defaults(optimizer))))
+    return found
 
 
 def _defaults(optimizer: Any) -> Iterator[tuple[str, Any]]:

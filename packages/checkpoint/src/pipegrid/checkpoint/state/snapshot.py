@@ -111,7 +111,6 @@ class Snapshots:
         return self._model, values
 
     def _read(self, model: StateTensors) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """The tensors of the model and of optimizer states by key; and the other entries of the states."""
         tensors, values = model.now(), dict[str, Any]()
         for key, value in optimizers.entries(self.state.optimizers, model.owners):
             if isinstance(value, Tensor):
@@ -121,7 +120,6 @@ class Snapshots:
         return tensors, values
 
     def _fit(self, tensors: Mapping[str, Tensor]) -> bool:
-        """Whether the boxes are those of ``tensors``."""
         return (
             tensors.keys() == self._tensors.keys()
             and all(_alike(tensor, self._tensors[key]) for key, tensor in tensors.items())

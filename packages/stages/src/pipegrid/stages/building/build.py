@@ -133,7 +133,6 @@ def _require_size(parameter: nn.Parameter, name: str) -> None:
 
 @contextmanager
 def _registering(replace: Callable[[nn.Parameter], nn.Parameter]) -> Iterator[None]:
-    """Every parameter that a module registers is replaced."""
 
     def hook(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
         if parameter is None:

@@ -255,7 +255,6 @@ def _require_equal_values(whole: nn.Module, stages: Sequence[Any]) -> None:
 
 
 def _placed(whole: nn.Module, batch: Any, dtype: torch.dtype | None) -> Any:
-    """A copy of the batch, on the device of the model and in ``dtype``."""
     device = next((parameter.device for parameter in whole.parameters()), torch.device("cpu"))
 
     def placed(tensor: Tensor) -> Tensor:

@@ -103,10 +103,10 @@ class _Stage(nn.Module):
         self.carrier.prepare(self.skips)  # its hooks come before those of a trace
         # Tensors of other stages, which a trace shows by their names as well:
         self.ghosts = [
-            (table, key, one, joined(joined(part.name, path) if path else part.name, key))
+            (table, key, one, joined(path, key))
             for part in self.whole.modules()
             if isinstance(part, Placeholder)
-            for path, inner in part.ghost.named_modules()
+            for path, inner in part.ghost.named_modules(prefix=part.name)
             for table in (inner._parameters, inner._buffers)  # noqa: SLF001 -- the tensors take part in no forward of a stage
             for key, one in table.items()
             if one is not None

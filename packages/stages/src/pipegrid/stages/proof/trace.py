@@ -342,7 +342,6 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._cell(tensor.behind, tensor.cell)
 
     def _shape(self, value: Any) -> Any:
-        """The tensor behind a traced one, without values."""
         if not isinstance(value, Traced):
             return value
         if not value.cell.known:
@@ -503,7 +502,6 @@ def _state_of(generator: torch.Generator | None) -> int:
 
 
 def _host_generators() -> Any:
-    """The states of Python's generator and, where it is in use, of numpy's."""
     numpy: Any = sys.modules.get("numpy.random")
     return random.getstate(), None if numpy is None else pickle.dumps(numpy.get_state())
 

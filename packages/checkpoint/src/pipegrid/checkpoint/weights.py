@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -162,10 +161,7 @@ def export_safetensors(
     for file, held in shards.items():
         _write(checkpoint, found, held, target / file)
     for name, content in beside.items():
-        if isinstance(content, Path):
-            shutil.copyfile(content, target / name)
-        else:
-            (target / name).write_text(content)
+        (target / name).write_bytes(content)
     if len(shards) > 1:
         size = sum(_nbytes(found, key) for key in names)
         files = {name: file for file, held in shards.items() for name in held.values()}
@@ -214,15 +210,14 @@ def _together(found: Manifest, keys: Iterable[str], limit: int) -> list[list[str
     return lists
 
 
-def _beside(source: Path, stored: set[str]) -> dict[str, str | Path]:
-    """The text of the config, and the other files that go beside weights of the dtypes ``stored``."""
+def _beside(source: Path, stored: set[str]) -> dict[str, bytes]:
+    """The config and the other files that go beside weights of the dtypes ``stored``."""
     config = source / "config.json"
     if not config.is_file():
         raise CheckpointError(f"source {source} has no config.json")
     without = {path for pattern in _NOT_BESIDE for path in source.glob(pattern)}
-    found: dict[str, str | Path] = {
-        path.name: path for pattern in _BESIDE for path in sorted(source.glob(pattern)) if path not in without
-    }
+    paths = [path for pattern in _BESIDE for path in sorted(source.glob(pattern)) if path not in without]
+    found = {path.name: path.read_bytes() for path in paths}
     floating = {name for name in stored if dtype_of(name).is_floating_point}
     try:
         content = read_json(config.read_text(), finite=False)  # Mamba's have Infinity
@@ -232,7 +227,7 @@ def _beside(source: Path, stored: set[str]) -> dict[str, str | Path]:
         raise CheckpointError(f"{config} is no object in JSON: {content!r:.80}")
     if len(floating) == 1:
         content = _with_dtype({"dtype": None, **content}, *floating)
-    return found | {config.name: json.dumps(content, indent=2, sort_keys=True) + "\n"}
+    return found | {config.name: f"{json.dumps(content, indent=2, sort_keys=True)}\n".encode()}
 
 
 def _with_dtype(config: dict[str, Any], dtype: str) -> dict[str, Any]:

@@ -48,13 +48,8 @@ def _run(arguments: argparse.Namespace) -> int:
             return FAULTY
         print(f"{path.name}: {len(found.tensors)} tensors, all bytes as saved")  # noqa: T201
     else:
-        names = export_safetensors(
-            path,
-            arguments.target,
-            module=arguments.module,
-            source=arguments.source,
-            max_shard_size=arguments.max_shard_size,
-        )
+        options = {name: getattr(arguments, name) for name in ("module", "source", "max_shard_size")}
+        names = export_safetensors(path, arguments.target, **options)
         print(f"{arguments.target}: {len(names)} tensors of {path.name}")  # noqa: T201
     return 0
 

@@ -144,10 +144,7 @@ class SkipCarrier:
             hook(partial(self._returned, part), prepend=part in skips.inside, with_kwargs=True)
 
     def _stand_in(self, part: str, result: Any) -> None:
-        """Have the stand-in of a layer call a module inside of it, for the hooks that the model's own code puts there.
-
-        ``result``: what the module returns, with scalars in place of tensors.
-        """
+        """Have a layer's stand-in call a module inside of it, which returns ``result``, for the model's own hooks there."""
         path, layer = part.split("."), self.whole
         while "ghost" not in vars(layer):
             layer = layer._modules[path.pop(0)]  # type: ignore[assignment]  # noqa: SLF001 -- as in `place_of`

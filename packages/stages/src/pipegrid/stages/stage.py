@@ -240,10 +240,7 @@ class Stage(nn.Module):
             self._carrier.end()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The output of the whole model, on the last stage; the hidden states before.
-
-        Arguments are those of the whole model.
-        """
+        """The output of the whole model for its own arguments, on the last stage; the hidden states before."""
         received = self.received
         if self.number == 0:
             received = None

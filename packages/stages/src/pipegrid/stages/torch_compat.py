@@ -60,10 +60,7 @@ def called_on_meta(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def by_places(func: Any, args: tuple[Any, ...], values: Callable[[Any], Any]) -> tuple[Any, ...]:
-    """The arguments of an index by masks, with the places of masks that have values in their place.
-
-    ``values`` gives the tensor with the values of a mask, or None.
-    """
+    """The arguments of an index, with places for its masks of which ``values`` gives a tensor (else None)."""
     if func not in _INDEXING:
         return args
     indices: list[Any] = []

@@ -145,10 +145,7 @@ def _tensors(stage: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor, bo
 
 
 def identities(state: TrainingState) -> list[tuple[Any, ...]]:
-    """Identities of the objects that hold the tensors of a state: they show whether one was replaced.
-
-    A buffer may be assigned anew every step; it is read where it is.
-    """
+    """Identities of what holds the tensors of a state, which show a replaced one; buffers may be anew every step."""
     return [
         (module, number, name, id(owner), id(tensor) if parameter else None)
         for module, held in state.stages.items()

@@ -281,10 +281,7 @@ def _is_sent(forward: Trace, assignment: Assignment, use: Operation, first: int,
 
 
 class Proofs:
-    """Proofs of a cut, by what calls are made of: names, dtypes, None or not, flags.
-
-    Shared by the stages of one `pipeline_stage`.
-    """
+    """Proofs of a cut, which its stages share, by what calls are made of: names, dtypes, None or not, flags."""
 
     def __init__(self, model: nn.Module, assignment: Assignment, layout: str) -> None:
         self.outline = Outline(meta_copy(model, buffers=False), assignment, layout)

@@ -70,10 +70,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(
         self, call: ModelCall, *, compared: bool = False, first: int = 0, skips: AbstractSet[Value] = frozenset()
     ) -> None:
-        """Trace ``call`` from the boundary ``first``, at which a stage begins; ``compared`` as of `trace`.
-
-        ``skips``: the values that stages have, by their own parts or from others.
-        """
+        """Trace ``call`` from the boundary ``first``, where a stage begins; ``skips``: the values that stages have."""
         super().__init__()  # type: ignore[no-untyped-call]
         tensors = tensors_in((tuple(call.args), dict(call.kwargs)))
         self.device, self.running = tensors[0].device if tensors else torch.device("cpu"), False
@@ -217,10 +214,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     # ---- Values
 
     def outside(self, value: Any, *, parameter: str = "", state: bool = False) -> Any:
-        """The traced tensor for one from outside: a parameter has no values, others are copied.
-
-        ``state``: a parameter or buffer, to which a model writes where it will.
-        """
+        """The traced tensor for one from outside: a ``parameter`` has no values, a model writes to ``state`` freely."""
         if isinstance(value, Traced) and value.owner is not self:
             if not value.cell.known:
                 raise CutError("the model keeps a tensor of an earlier forward that the batch did not determine")
@@ -565,11 +559,8 @@ def trace(outline: Outline, call: ModelCall, *, compared: bool = False) -> Trace
 
 
 def traces(outline: Outline, call: ModelCall, host: HostState, first: Trace | None = None) -> list[Trace]:
-    """Traces of the whole model: one, ``first`` if it has run; two where it has left something on the host.
-
-    What a later layer leaves there, an earlier one reads in the next forward.
-    """
-    runs = [first or trace(outline, call)]
+    """Traces of the whole model: one, ``first`` if it has run; two where it has left something on the host."""
+    runs = [first or trace(outline, call)]  # what a later layer leaves there, an earlier one reads in the next forward
     return [*runs, trace(outline, call)] if host.changed() else runs
 
 

@@ -41,7 +41,6 @@ class Owner:
     node: int
     outputs: tuple[int, ...]  # the outputs of the node's forward that were used; a gradient arrives for each
     sinks: tuple[int, ...]  # the accumulators of its own parameters, in which their gradients end
-    height: int  # nodes on the longest path to an input. Owners of one height cannot reach each other
 
 
 @frozen
@@ -127,14 +126,14 @@ def divide(outline: GraphOutline) -> Division:
     # Custom Functions of Python, or of C++, whose nodes have no class of their own:
     custom = {node for node in entries if issubclass(outline.kinds[node], FunctionCtx) or names[node] == "CppFunction"}
     owners = [
-        Owner(node, tuple(sorted(outputs[node])), tuple(sinks[node]), heights[node])
+        Owner(node, tuple(sorted(outputs[node])), tuple(sinks[node]))
         for node in entries
         if node not in custom and node not in sharing
     ]
-    owners.sort(key=lambda owner: -owner.height)
+    owners.sort(key=lambda owner: -heights[owner.node])
     arrivals: list[tuple[int, int]] = []
     levels: list[tuple[slice, tuple[int, ...]]] = []
-    for _, each in groupby(owners, key=lambda owner: owner.height):
+    for _, each in groupby(owners, key=lambda owner: heights[owner.node]):  # those of one cannot reach each other
         same, start = list(each), len(arrivals)
         arrivals += [(owner.node, output) for owner in same for output in owner.outputs]
         levels.append((slice(start, len(arrivals)), tuple(sink for owner in same for sink in owner.sinks)))

@@ -71,10 +71,7 @@ class _Handles(dict[Any, Any]):
 def _saved(node: Node) -> Iterator[Any]:
     for name in _names(type(node)):
         saved = getattr(node, name)
-        if isinstance(saved, tuple):
-            yield from saved
-        else:
-            yield saved
+        yield from saved if isinstance(saved, tuple) else (saved,)
 
 
 @lru_cache(maxsize=1024)

@@ -185,8 +185,7 @@ def _ghost_of(part: nn.Module, run: StageRun, *, earlier: bool) -> nn.Module:
 class Placeholder(nn.Module):
     """A part on another stage: no parameters; attributes are those of the part, with ghosts of its tensors.
 
-    ``sends``: of a layer, it is the last before this stage. ``own``: the same module, which the stage has under another
-    name.
+    A layer that ``sends`` is the last before this stage; ``own`` is the same module, which the stage has by another name.
     """
 
     def __init__(

@@ -144,7 +144,7 @@ class SkipCarrier:
             hook(partial(self._returned, part), prepend=part in skips.inside, with_kwargs=True)
 
     def _stand_in(self, part: str, result: Any) -> None:
-        """Have a layer's stand-in call a module inside of it, which returns ``result``, for the model's own hooks there."""
+        """Have a layer's stand-in call a module inside of it, which returns ``result``, for hooks of the model."""
         path, layer = part.split("."), self.whole
         while "ghost" not in vars(layer):
             layer = layer._modules[path.pop(0)]  # type: ignore[assignment]  # noqa: SLF001 -- as in `place_of`

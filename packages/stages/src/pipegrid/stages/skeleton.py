@@ -185,7 +185,7 @@ def _ghost_of(part: nn.Module, run: StageRun, *, earlier: bool) -> nn.Module:
 class Placeholder(nn.Module):
     """A part on another stage: no parameters; attributes are those of the part, with ghosts of its tensors.
 
-    A layer that ``sends`` is the last before this stage; ``own`` is the same module, which the stage has by another name.
+    A layer that ``sends`` is the last before this stage; ``own``: the same module, by another name on the stage.
     """
 
     def __init__(

@@ -15,10 +15,10 @@ from pipegrid.layout import PipelineParallelLayerLayout
 from pipegrid.stages.assignment import Assignment, as_layout, assign, places_on, require_no_shared_memory
 from pipegrid.stages.building.build import planned, require_not_compiled, require_sizes, require_values
 from pipegrid.stages.calls import called_with
-from pipegrid.stages.comparison import StageComparison, compare
+from pipegrid.stages.comparison.compare import StageComparison, compare
 from pipegrid.stages.errors import CutError
 from pipegrid.stages.names import Names
-from pipegrid.stages.proof import Proofs
+from pipegrid.stages.proof.proof import Proofs
 from pipegrid.stages.stage import Stage
 from pipegrid.topology import HyperCommGrid
 from pipegrid.topology.world import resolve_rank

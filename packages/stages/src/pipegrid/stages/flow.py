@@ -123,7 +123,8 @@ class StageFlow:
         prefix, encoded = "", self._encoded_of(received)
         if encoded is not None:
             prefix = "decoder_"
-            kwargs["encoder_outputs"] = run.encoder_outputs(encoded)
+            kind = run.needs.encoder  # as the encoder returns it
+            kwargs["encoder_outputs"] = (encoded,) if kind is None else kind[0](**{kind[1]: encoded})
             if self.before == self.encoders:
                 return
         if f"{prefix}inputs_embeds" in self.accepted:

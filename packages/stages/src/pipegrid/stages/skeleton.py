@@ -83,13 +83,6 @@ class StageRun:
                 with Shapes(self.device):
                     return part(*args, **kwargs)
 
-    def encoder_outputs(self, encoded: Tensor) -> Any:
-        """The encoder's output, as the encoder returns it."""
-        if self.needs.encoder is None:
-            return (encoded,)
-        kind, key = self.needs.encoder
-        return kind(**{key: encoded})
-
     def enter(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
         """Hook of the first layer of the model: on a stage without the embedding, it takes what arrived."""
         if self.received is None or self.entered:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import cached_property, partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -18,13 +18,16 @@ from pipegrid.stages.assignment import Assignment, Tie
 from pipegrid.stages.calls import by_name
 from pipegrid.stages.errors import CutError
 from pipegrid.stages.flow import StageFlow
-from pipegrid.stages.proof import Proofs, without
 from pipegrid.stages.proof.boundaries import size
+from pipegrid.stages.proof.proof import Proofs, without
 from pipegrid.stages.skeleton import Needs, StageRun, first_tensor, skeleton_of
 from pipegrid.stages.skips import SkipCarrier
-from pipegrid.stages.slicing.slices import SequenceSlice, forward_of_slice, require_slices
+from pipegrid.stages.slicing.slices import forward_of_slice, require_slices
 from pipegrid.stages.tested_versions import say_untested_versions
 from pipegrid.stages.torch_compat import adopt, tree_map_only
+
+if TYPE_CHECKING:
+    from pipegrid.stages.slicing.slice_cache import SequenceSlice
 
 Compile = Literal["whole", "split"]
 _HIDDEN_AXES = 3  # rows, tokens, width

@@ -226,7 +226,6 @@ class StateTensors:
         self._slots = state.slots()
         self.held = tuple(slot.held for slot in self._slots)  # each of them, for other ranks
         tensors = [(slot.held, slot.tensor()) for slot in self._slots]
-        # module and name of each parameter, by its id
         self.owners = {id(tensor): (held.module, held.name) for held, tensor in tensors if held.parameter}
         devices = (tensor.device for _, tensor in tensors)
         # of the rank: that of its first tensor off the CPU, else the CPU

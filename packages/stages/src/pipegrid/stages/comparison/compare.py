@@ -18,7 +18,7 @@ from pipegrid.stages.comparison.chain import Turn, at_layers, forwards, gradient
 from pipegrid.stages.errors import CutError, few
 from pipegrid.stages.generators import States, capture, generators_as_before, restore
 from pipegrid.stages.host_state import HostState
-from pipegrid.stages.proof import CutProof
+from pipegrid.stages.proof.boundaries import CutProof
 from pipegrid.stages.torch_compat import named_leaves, tree_map_only
 
 Loss = Callable[[Any], Tensor]

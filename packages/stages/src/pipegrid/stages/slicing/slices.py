@@ -7,8 +7,8 @@ values out of the cache. Unlike in generation they belong to the graph of their 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping
-from typing import Any, Protocol
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -18,27 +18,14 @@ from pipegrid.stages.assignment import Assignment
 from pipegrid.stages.errors import CutError
 from pipegrid.stages.transformers_compat import cache_name, require_known_names
 
+if TYPE_CHECKING:
+    from pipegrid.stages.slicing.slice_cache import SequenceSlice
+
 _INPUTS = ("input_ids", "inputs_embeds", "attention_mask", "position_ids")
 """Arguments whose values for a token do not depend on later tokens."""
 _LABELS = ("shift_labels", "num_items_in_batch")
 _ATTENTION = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 _WITHOUT = frozenset({"moe", "mlp"})  # kinds of layers that keep nothing
-
-
-class SequenceSlice(Protocol):
-    """A slice of a microbatch, as a runtime hands it to a stage; `pipegrid.schedules.Slice` is one."""
-
-    def update(self, keys: Tensor, values: Tensor, layer: Hashable, *, dim: int = -2) -> tuple[Tensor, Tensor]:
-        """The keys and values of a layer up to the end of this slice, joined along the tokens' axis ``dim``."""
-
-    def extend(self, key: Hashable, tensor: Tensor, *, dim: int = -2) -> Tensor:
-        """``tensor`` behind all that earlier slices have kept under ``key``; and keep it for the later ones."""
-
-    def past(self, key: Hashable) -> tuple[Tensor, ...]:
-        """The tensors that earlier slices have kept under ``key``, in the order of the sequence."""
-
-    def keep(self, key: Hashable, tensor: Tensor) -> None:
-        """Keep ``tensor`` for the later slices under ``key``."""
 
 
 def forward_of_slice(

@@ -9,8 +9,7 @@ import torch
 
 from pipegrid.autograd.tree import fsdp_among, modules_in
 
-POST_BACKWARD = "RegisterPostBackwardFunctionBackward"
-"""The node at which ``fully_shard`` reduces the gradients of a module: above those of the module's inputs."""
+POST_BACKWARD = "RegisterPostBackwardFunctionBackward"  # where ``fully_shard`` reduces, above a module's inputs
 _PROBE = "_pipegrid_probe"
 
 

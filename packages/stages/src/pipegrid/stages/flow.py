@@ -16,8 +16,7 @@ from pipegrid.stages.errors import CutError
 from pipegrid.stages.skeleton import Leave, StageRun, first_tensor
 from pipegrid.stages.torch_compat import first_parameter, nan_like, tensors_in, tree_map_only
 
-_STATES = ("hidden_states", "attentions")
-"""Outputs with an entry for each layer, of which a stage has those of its own layers."""
+_STATES = ("hidden_states", "attentions")  # outputs with an entry for each layer, of which a stage has its own
 
 
 class StageFlow:

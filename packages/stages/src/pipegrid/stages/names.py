@@ -79,8 +79,7 @@ TABLE: Final = (  # Hugging Face's names, the more specific ones first
     Names("h"),  # GPT-2 without its head
 )
 
-_INSIDE: Final = ("", "base_model.", "base_model.model.")
-"""Where a model of the table is: itself, or inside of PEFT's, whose prompts have no tuner around the model."""
+_INSIDE: Final = ("", "base_model.", "base_model.model.")  # where a model of the table is: itself, or inside of PEFT's
 _PROMPTS: Final = "prompt_encoder"  # PEFT registers it after the model, and it runs before the layers
 _BESIDE: Final = ("embedding", "head", "elsewhere")
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)

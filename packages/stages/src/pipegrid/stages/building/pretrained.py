@@ -24,8 +24,7 @@ from pipegrid.stages.safetensors_files import Stored, stored_in
 from pipegrid.stages.transformers_compat import require_names
 
 _MODULE, _OPEN = "transformers.modeling_utils", "safe_open"
-_IN_THREADS = "HF_DEACTIVATE_ASYNC_LOAD"
-"""Read by transformers: tensors are read one after the other, in the thread that makes the model."""
+_IN_THREADS = "HF_DEACTIVATE_ASYNC_LOAD"  # transformers then reads tensors in the thread that makes the model
 
 
 def loads() -> bool:

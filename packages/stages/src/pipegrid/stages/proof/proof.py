@@ -31,8 +31,7 @@ from pipegrid.stages.skeleton import Needs
 from pipegrid.stages.skips import Skips
 from pipegrid.stages.torch_compat import mapped_by_place, meta_copy, named_leaves, tree_leaves
 
-COMPARED = 100_000_000
-"""Parameters of the largest model whose stages are compared in numbers where their cut is not proved."""
+COMPARED = 100_000_000  # parameters of the largest model that is compared in numbers where its cut is not proved
 _NOTHING = Operation("", "", "", 0)
 
 

@@ -21,8 +21,7 @@ from pipegrid.stages.transformers_compat import cache_name, require_known_names
 if TYPE_CHECKING:
     from pipegrid.stages.slicing.slice_cache import SequenceSlice
 
-_INPUTS = ("input_ids", "inputs_embeds", "attention_mask", "position_ids")
-"""Arguments whose values for a token do not depend on later tokens."""
+_INPUTS = ("input_ids", "inputs_embeds", "attention_mask", "position_ids")  # of which later tokens change no value
 _LABELS = ("shift_labels", "num_items_in_batch")
 _ATTENTION = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 _WITHOUT = frozenset({"moe", "mlp"})  # kinds of layers that keep nothing

@@ -60,9 +60,7 @@ class Skips:
 
     def there(self, stage: int) -> set[Value]:
         """The values that a stage has, by whatever way."""
-        return {
-            value for value, one in self.uses.items() if stage == one.source or stage in one.users or stage in one.held
-        }
+        return {value for value, one in self.uses.items() if stage in (one.source, *one.users, *one.held)}
 
 
 @define(eq=False)

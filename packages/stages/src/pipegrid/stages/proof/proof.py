@@ -267,9 +267,8 @@ def _parameters(forward: Trace, assignment: Assignment, handed_on: AbstractSet[t
 
 def _beside(forward: Trace, assignment: Assignment) -> frozenset[str]:
     """The parts that run between layers, such as norms in a list, or after them on a stage that does not hold them."""
-    behind = {
-        use.part for uses in forward.parameters.values() for use in uses if 0 < use.passed <= len(assignment.layers)
-    }
+    last = len(assignment.layers)
+    behind = {use.part for uses in forward.parameters.values() for use in uses if 0 < use.passed <= last}
     return frozenset(behind | {use.part for uses in elsewhere(forward, assignment).values() for use, _ in uses})
 
 

@@ -86,9 +86,7 @@ def crossings_of(forward: Trace, outline: Outline, boundaries: AbstractSet[int])
         # arrived before it as it is, and elsewhere a stand-in returns it.
         if users[value] - {*there} or any(stage in users[value] and not assignment.before(stage) for stage in there):
             found[value] = Uses(source, tuple(sorted(users[value] - {*there})), there)
-    kept = {
-        stage: {value: place for value, place in values.items() if value in found} for stage, values in held.items()
-    }
+    kept = {at: {value: place for value, place in values.items() if value in found} for at, values in held.items()}
     parts = {value.part for value in found}
     skips = Skips(
         found,

@@ -8,12 +8,14 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final
 
 import torch
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from pipegrid.checkpoint.errors import CheckpointMismatchError
@@ -161,7 +163,10 @@ def export_safetensors(
     for file, held in shards.items():
         _write(checkpoint, found, held, target / file)
     for name, content in beside.items():
-        (target / name).write_bytes(content)
+        if isinstance(content, Path):
+            shutil.copyfile(content, target / name)
+        else:
+            (target / name).write_text(content)
     if len(shards) > 1:
         size = sum(_nbytes(found, key) for key in names)
         files = {name: file for file, held in shards.items() for name in held.values()}
@@ -210,14 +215,14 @@ def _together(found: Manifest, keys: Iterable[str], limit: int) -> list[list[str
     return lists
 
 
-def _beside(source: Path, stored: set[str]) -> dict[str, bytes]:
-    """The config and the other files that go beside weights of the dtypes ``stored``."""
+def _beside(source: Path, stored: set[str]) -> dict[str, str | Path]:
+    """The text of the config, and the other files that go beside weights of the dtypes ``stored``."""
     config = source / "config.json"
     if not config.is_file():
         raise CheckpointError(f"source {source} has no config.json")
     without = {path for pattern in _NOT_BESIDE for path in source.glob(pattern)}
     paths = [path for pattern in _BESIDE for path in sorted(source.glob(pattern)) if path not in without]
-    found = {path.name: path.read_bytes() for path in paths}
+    found: dict[str, str | Path] = {path.name: path for path in paths}
     floating = {name for name in stored if dtype_of(name).is_floating_point}
     try:
         content = read_json(config.read_text(), finite=False)  # Mamba's have Infinity
@@ -227,7 +232,7 @@ def _beside(source: Path, stored: set[str]) -> dict[str, bytes]:
         raise CheckpointError(f"{config} is no object in JSON: {content!r:.80}")
     if len(floating) == 1:
         content = _with_dtype({"dtype": None, **content}, *floating)
-    return found | {config.name: f"{json.dumps(content, indent=2, sort_keys=True)}\n".encode()}
+    return found | {config.name: json.dumps(content, indent=2, sort_keys=True) + "\n"}
 
 
 def _with_dtype(config: dict[str, Any], dtype: str) -> dict[str, Any]:
@@ -256,11 +261,15 @@ def _write(checkpoint: Path, found: Manifest, names: Mapping[str, str], target: 
     with aside.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for keys in _together(found, names, _TOGETHER):
-            entries = {key: found.tensors[key] for key in keys}
-            tensors = {key: torch.empty(entry.shape, dtype=dtype_of(entry.dtype)) for key, entry in entries.items()}
-            dcp.load(checkpoint, found, tensors)
-            for tensor in tensors.values():
+            for tensor in _read(checkpoint, found, keys):  # no name: these are freed before the next ones are made
                 file.write(raw_bytes(tensor))
         file.flush()
         os.fsync(file.fileno())
     aside.rename(target)
+
+
+def _read(checkpoint: Path, found: Manifest, keys: Sequence[str]) -> list[Tensor]:
+    entries = {key: found.tensors[key] for key in keys}
+    tensors = {key: torch.empty(entry.shape, dtype=dtype_of(entry.dtype)) for key, entry in entries.items()}
+    dcp.load(checkpoint, found, tensors)
+    return list(tensors.values())

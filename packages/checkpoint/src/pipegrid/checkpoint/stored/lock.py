@@ -20,6 +20,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final
 
+from attrs import define
+
 from pipegrid.core.strict_json import read_json
 from pipegrid.stages.errors import CheckpointError
 
@@ -32,8 +34,13 @@ _UNSUPPORTED: Final = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVA
 _LONGEST: Final = 4096
 
 
-# By process and directory, for a process's own lock never conflicts with itself: the descriptor, and how many use it.
-_held: dict[tuple[int, str], tuple[int, int]] = {}
+@define(eq=False)
+class _Held:
+    descriptor: int
+    users: int
+
+
+_held: dict[tuple[int, str], _Held] = {}  # by process and directory: a process's own lock never conflicts with itself
 
 
 class Lock:
@@ -46,20 +53,22 @@ class Lock:
     def __init__(self, directory: Path) -> None:
         self._path = directory.resolve() / FILE
         self._key = (os.getpid(), str(self._path))
-        descriptor, users = _held.get(self._key) or (_taken(self._path), 0)
-        _held[self._key] = descriptor, users + 1
+        held = _held.get(self._key)
+        if held is None:
+            held = _held[self._key] = _Held(_taken(self._path), 0)
+        held.users += 1
 
     def release(self) -> None:
         """Let others use the directory, unless this process still does."""
-        if self._key not in _held or self._key[0] != os.getpid():
+        held = _held.get(self._key)
+        if held is None or self._key[0] != os.getpid():
             return
-        descriptor, users = _held.pop(self._key)
-        if users > 1:
-            _held[self._key] = descriptor, users - 1
-            return
-        with contextlib.suppress(OSError):  # a directory that is gone, or may no longer be written to
-            self._path.unlink()  # before the lock ends: another process looks whether its file is still there
-        os.close(descriptor)
+        held.users -= 1
+        if not held.users:
+            del _held[self._key]
+            with contextlib.suppress(OSError):  # a directory that is gone, or may no longer be written to
+                self._path.unlink()  # before the lock ends: another process looks whether its file is still there
+            os.close(held.descriptor)
 
 
 def _taken(path: Path) -> int:

@@ -37,7 +37,7 @@ _UNSET = ("__dict__", "__weakref__", "__doc__")
 _MISSING: Any = object()
 _HEAP = 1 << 9  # of the flags of a class: made by Python code
 
-_Contents = dict[Any, Any]  # by key, name or number
+_Contents = dict[Any, Any] | tuple[Any, ...]
 _State = tuple[Callable[[], _Contents], Callable[[Any], None]]  # reads a copy of what an object holds; sets it
 
 
@@ -63,7 +63,7 @@ class HostState:
             self._seen[id(value)] = value  # keeps its identity
             for state in self._states(value):
                 contents = self._save(state) if isinstance(value, only) else state[0]()
-                open_ += () if isinstance(value, Tensor) else contents.values()
+                open_ += () if isinstance(value, Tensor) else _values(contents)
             open_ += self._beside(value)
 
     def restore(self) -> None:
@@ -76,7 +76,7 @@ class HostState:
             return fresh.setdefault(id(value), copied_iterator(self._copies[id(value)]))
 
         for (_, write), contents in self._saved:
-            write({key: of(value) for key, value in contents.items()} if self._copies else contents)
+            write(_mapped(of, contents) if self._copies else contents)
 
     def changed(self) -> bool:
         """Whether anything is not as it was; what holds iterators always is."""
@@ -85,8 +85,8 @@ class HostState:
     def _save(self, state: _State) -> _Contents:
         read, write = state
         contents = read()
-        if any(map(_is_iterator, contents.values())):
-            contents = {key: self._iterator(value) for key, value in contents.items()}
+        if any(map(_is_iterator, _values(contents))):
+            contents = _mapped(self._iterator, contents)
             write(contents)
         self._saved.append((state, contents))
         return contents
@@ -138,17 +138,17 @@ class HostState:
                 self._seen[id(table)] = table  # their tensors are the model's and each stage's own
                 self._save((functools.partial(dict, table), functools.partial(_set_dict, table)))
         elif hasattr(kind, "cache_clear"):
-            yield lambda: {0: value.cache_info().misses}, functools.partial(_clear_cache, value)
+            yield lambda: (value.cache_info().misses,), functools.partial(_clear_cache, value)
         elif hasattr(kind, "bit_generator"):  # of numpy
             yield (
-                lambda: {0: pickle.dumps(value.bit_generator.state)},
+                lambda: (pickle.dumps(value.bit_generator.state),),
                 lambda contents: setattr(value.bit_generator, "state", pickle.loads(contents[0])),  # noqa: S301 -- written here
             )
         elif kind is Tensor and value.layout is torch.strided and not value.is_meta:
-            yield lambda: {0: value.detach().clone()}, functools.partial(_set_tensor, value)
+            yield lambda: (value.detach().clone(),), functools.partial(_set_tensor, value)
         if not _is_opaque(kind.__module__):
             for name in _slots(kind):
-                yield lambda name=name: {0: getattr(value, name, _MISSING)}, functools.partial(_set_slot, value, name)  # type: ignore[misc]
+                yield lambda name=name: (getattr(value, name, _MISSING),), functools.partial(_set_slot, value, name)  # type: ignore[misc]
 
     def _beside(self, value: Any) -> Iterable[Any]:
         """Objects that are reached through one besides those that it can change."""
@@ -198,8 +198,22 @@ def _has_metadata(folder: Path) -> bool:
     return next(folder.glob("*.dist-info"), None) is not None
 
 
+def _values(contents: _Contents) -> Iterable[Any]:
+    return contents.values() if isinstance(contents, dict) else contents
+
+
+def _mapped(function: Callable[[Any], Any], contents: _Contents) -> _Contents:
+    if isinstance(contents, dict):
+        return {key: function(value) for key, value in contents.items()}
+    return tuple(map(function, contents))
+
+
 def _are_same(contents: _Contents, now: _Contents) -> bool:
-    return contents.keys() == now.keys() and all(map(_is_same, contents.values(), now.values()))
+    if isinstance(contents, dict) and isinstance(now, dict) and contents.keys() != now.keys():
+        return False
+    if len(contents) != len(now):
+        return False
+    return all(map(_is_same, _values(contents), _values(now)))
 
 
 def _is_same(one: Any, other: Any) -> bool:
@@ -246,9 +260,13 @@ def _set_dict(target: dict[Any, Any], contents: dict[Any, Any]) -> None:
         target.update(contents)
 
 
-def _set_collected(target: Any, contents: _Contents) -> None:
+def _set_list(target: list[Any] | bytearray, contents: tuple[Any, ...]) -> None:
+    target[:] = contents  # a bytearray whose memory others share cannot be cleared
+
+
+def _set_collected(target: Any, contents: tuple[Any, ...]) -> None:
     target.clear()
-    (target.update if isinstance(target, set) else target.extend)(contents.values())
+    (target.update if isinstance(target, set) else target.extend)(contents)
 
 
 def _set_class(kind: type, contents: dict[str, Any]) -> None:
@@ -267,33 +285,33 @@ def _set_names(namespace: dict[str, Any], contents: dict[str, Any]) -> None:
             namespace[name] = value
 
 
-def _in_cell(cell: types.CellType) -> _Contents:
+def _in_cell(cell: types.CellType) -> tuple[Any]:
     try:
-        return {0: cell.cell_contents}
+        return (cell.cell_contents,)
     except ValueError:  # empty
-        return {0: _MISSING}
+        return (_MISSING,)
 
 
-def _set_cell(cell: types.CellType, contents: _Contents) -> None:
+def _set_cell(cell: types.CellType, contents: tuple[Any]) -> None:
     if contents[0] is _MISSING:
         del cell.cell_contents
     else:
         cell.cell_contents = contents[0]
 
 
-def _set_slot(value: Any, name: str, contents: _Contents) -> None:
+def _set_slot(value: Any, name: str, contents: tuple[Any]) -> None:
     if contents[0] is not _MISSING:
         object.__setattr__(value, name, contents[0])
     elif hasattr(value, name):
         object.__delattr__(value, name)
 
 
-def _set_tensor(tensor: Tensor, contents: _Contents) -> None:
+def _set_tensor(tensor: Tensor, contents: tuple[Tensor]) -> None:
     if not torch.equal(tensor, contents[0]):
         tensor.data.copy_(contents[0])  # no write for autograd: a backward finds what its own forward has left
 
 
-def _clear_cache(function: Any, contents: _Contents) -> None:
+def _clear_cache(function: Any, contents: tuple[int]) -> None:
     if function.cache_info().misses != contents[0]:
         function.cache_clear()
 
@@ -302,15 +320,16 @@ _GETS = (None, dict.__getitem__, OrderedDict.__getitem__, list.__getitem__, byte
 """Of classes that give what they hold, and make nothing."""
 _CONTAINERS: tuple[tuple[Any, Callable[[Any], _Contents], Callable[[Any, Any], None]], ...] = (
     (dict, dict, _set_dict),
-    ((list, bytearray, set, deque), lambda one: dict(enumerate(one)), _set_collected),
+    ((list, bytearray), tuple, _set_list),
+    ((set, deque), tuple, _set_collected),
     (
         torch.Generator,
-        lambda one: {0: one.get_state().numpy().tobytes()},
+        lambda one: (one.get_state().numpy().tobytes(),),
         lambda one, contents: one.set_state(torch.frombuffer(bytearray(contents[0]), dtype=torch.uint8)),
     ),
     (
         random.Random,
-        lambda one: {0: pickle.dumps(one.getstate())},
+        lambda one: (pickle.dumps(one.getstate()),),
         lambda one, contents: one.setstate(pickle.loads(contents[0])),  # noqa: S301 -- written here
     ),
 )

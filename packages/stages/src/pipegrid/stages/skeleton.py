@@ -176,18 +176,13 @@ def _ghost_of(part: nn.Module, run: StageRun, *, earlier: bool) -> nn.Module:
 
 
 class Placeholder(nn.Module):
-    """A part on another stage: no parameters; attributes are those of the part, with ghosts of its tensors.
+    """A part on another stage: no parameters; attributes are those of the part, with ghosts of its tensors."""
 
-    A layer that ``sends`` is the last before this stage; ``own``: the same module, by another name on the stage.
-    """
-
-    def __init__(
-        self, name: str, part: nn.Module, run: StageRun, *, earlier: bool, sends: bool = False, own: Any = None
-    ) -> None:
+    def __init__(self, name: str, part: nn.Module, run: StageRun, *, earlier: bool) -> None:
         super().__init__()
-        # No submodules: they have no place among the stage's parameters.
-        self.__dict__.update(ghost=_ghost_of(part, run, earlier=earlier), own=own)
-        self.name, self.run, self.earlier, self.sends, self.training = name, run, earlier, sends, part.training
+        # No submodule: it has no place among the stage's parameters.
+        self.__dict__["ghost"] = _ghost_of(part, run, earlier=earlier)
+        self.name, self.run, self.earlier, self.training = name, run, earlier, part.training
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -214,7 +209,11 @@ class Placeholder(nn.Module):
 
 
 class LayerPlaceholder(Placeholder):
-    """A layer on another stage."""
+    """A layer on another stage; ``sends``: it is the last before this stage."""
+
+    def __init__(self, name: str, part: nn.Module, run: StageRun, *, earlier: bool, sends: bool) -> None:
+        super().__init__(name, part, run, earlier=earlier)
+        self.sends = sends
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the stage before has sent, or a stand-in of it; a later layer ends the forward."""
@@ -241,7 +240,13 @@ class LayerPlaceholder(Placeholder):
 
 
 class PartPlaceholder(Placeholder):
-    """A part beside the layers on another stage."""
+    """A part beside the layers on another stage; ``own``: the same module, which the stage has under another name."""
+
+    def __init__(
+        self, name: str, part: nn.Module, run: StageRun, *, earlier: bool, own: nn.Module | None = None
+    ) -> None:
+        super().__init__(name, part, run, earlier=earlier)
+        self.__dict__["own"] = own
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return NaN in the shape of the part's result; a later part ends the forward."""

@@ -24,7 +24,7 @@ from pipegrid.stages.names import Names
 from pipegrid.stages.proof.boundaries import Boundary, Crossing, CutProof, Skip, named
 from pipegrid.stages.proof.outline import Outline
 from pipegrid.stages.proof.segments import difference
-from pipegrid.stages.proof.skipping import crossing, crossings_of, elsewhere, holders_of, is_there
+from pipegrid.stages.proof.skipping import Crossings, crossing, crossings_of, elsewhere, holders_of, is_there
 from pipegrid.stages.proof.trace import ModelCall, Trace, trace, traces
 from pipegrid.stages.proof.traced import Operation, Traced, ended_traces
 from pipegrid.stages.skeleton import Needs
@@ -120,42 +120,30 @@ def _proof_of(outline: Outline, call: ModelCall, host: HostState, dropped: Seque
         texts = tuple(f"{str(one.dtype).removeprefix('torch.')} {tuple(one.shape)}" for one in sent)
         after = layers[at - 1] if at else ""
         boundaries.append(Boundary(stage, after, texts, sum(one.nbytes for one in sent), tuple(found[at])))
-    faults = [*_parameters(forward, assignment, crossed.parameters)]
-    split = [place(one) for one in forward.split if id(one) in forward.live]
-    if split:
-        faults.append(f"what a stage sends twice as one tensor is two on the next one, and is written {split[0]}")
-    if forward.host_drew:
-        faults.append(
-            f"the model draws from Python's or numpy's random generator between its layers ({forward.host_drew}), and "
-            "each stage draws other numbers"
-        )
     missing = " and ".join(sorted(kwargs.keys() - given))
-    otherwise = [place(differs) for stage, differs in changed.items() if stage not in full]
-    other_code = f"stages behind the first have no {missing}, without which other code runs, first"
-    faults += [f"{other_code} {one}" for one in otherwise]
-    handed_on = []
-    for value, uses in crossed.skips.uses.items():
-        tensor, ways = crossed.tensors[value], (uses.source, uses.users, uses.held)
-        shape, dtype = tuple(tensor.shape), str(tensor.dtype)
-        handed_on.append(Skip(*ways, value=str(value), shape=shape, dtype=dtype, nbytes=tensor.nbytes))
+    otherwise = f"stages behind the first have no {missing}, without which other code runs, first"
+    faults = (
+        *_parameters(forward, assignment, crossed.parameters),
+        *_split(forward),
+        *_drawn_by_host(forward),
+        *(f"{otherwise} {place(differs)}" for stage, differs in changed.items() if stage not in full),
+    )
     guesses = {one.line: one for one in forward.guesses}.values()
-    ids, entered = kwargs.get("input_ids"), forward.sent[0][:1]  # does the first layer take tokens beside the ids'?
-    longer = isinstance(ids, Tensor) and any(math.prod(one.shape[:-1]) != ids.numel() for one in entered)
     proof = CutProof(
         layout,
         tuple(boundaries),
-        tuple(faults),
+        faults,
         tuple(f"a value that the batch does not determine is read {place(one)}" for one in guesses),
         tuple(layer for number, layer in enumerate(layers[:-1], start=1) if not every[number]),
         outline.asked(kwargs),
-        tuple(handed_on),
+        tuple(_handed_on(crossed)),
     )
     needs = Needs(
         tuple(_missing(forward, outline, places[assignment.num_stages - 1], crossed.skips)) if places else (),
         any(one.writes for one in runs),
         frozenset(stage for stage, at in places.items() if at in forward.dicts),
         forward.encoder,
-        longer,
+        _longer(forward, kwargs.get("input_ids")),
         skips,
         full,
         _beside(forward, assignment),
@@ -191,6 +179,42 @@ def _crossings(
             value = Crossing(tuple(tensor.shape), str(tensor.dtype), tensor.nbytes, f"made {place(made)}", place(used))
             found[boundary].setdefault((id(made), used.line), value)
     return {boundary: tuple(values.values()) for boundary, values in found.items()}
+
+
+def _split(forward: Trace) -> Iterator[str]:
+    """The first write in place to memory that a stage receives in two places."""
+    for operation in forward.split:
+        if id(operation) in forward.live:
+            yield f"what a stage sends twice as one tensor is two on the next one, and is written {place(operation)}"
+            return
+
+
+def _drawn_by_host(forward: Trace) -> Iterator[str]:
+    if forward.host_drew:
+        yield (
+            f"the model draws from Python's or numpy's random generator between its layers ({forward.host_drew}), and "
+            "each stage draws other numbers"
+        )
+
+
+def _handed_on(crossed: Crossings) -> Iterator[Skip]:
+    for value, uses in crossed.skips.uses.items():
+        one = crossed.tensors[value]
+        yield Skip(
+            source=uses.source,
+            users=uses.users,
+            held=uses.held,
+            value=str(value),
+            shape=tuple(one.shape),
+            dtype=str(one.dtype),
+            nbytes=one.nbytes,
+        )
+
+
+def _longer(forward: Trace, ids: Any) -> bool:
+    """Whether the first layer takes other tokens than those of the ids."""
+    hidden = forward.sent[0][:1]
+    return isinstance(ids, Tensor) and any(math.prod(one.shape[:-1]) != ids.numel() for one in hidden)
 
 
 def _missing(forward: Trace, outline: Outline, boundary: int, skips: Skips) -> Iterator[str]:

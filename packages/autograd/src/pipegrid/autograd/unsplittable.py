@@ -11,10 +11,11 @@ from torch.autograd.graph import Node
 
 from pipegrid.autograd.tree import named_modules_of
 
-# A reentrant checkpoint cannot run while others of its graph are kept for later. In a compiled region both halves are
-# one node, which may reuse the memory that it saved: nothing is kept for later. Of a region of `compile_split` its own
-# backward is the input half, and the weight half that of a node behind it.
-UNSPLITTABLE, COMPILED = "CheckpointFunctionBackward", "CompiledFunctionBackward"
+# A reentrant checkpoint: it cannot run while others of its graph are kept for later.
+UNSPLITTABLE = "CheckpointFunctionBackward"
+# A compiled region: both halves in one node, which may reuse the memory that it saved: nothing is kept for later.
+COMPILED = "CompiledFunctionBackward"
+# A region of `compile_split`: its own backward is the input half, and the weight half that of a node behind it.
 SPLIT_REGION = "SplitRegionBackward"
 
 

@@ -8,7 +8,8 @@ from typing import Any, Final
 
 from torch import nn
 
-PIXELS: Final = ("pixel_values", "input_features")  # of parts before the layers; others take them where code differs
+# Arguments that parts before the layers read; stages behind the first take them where their code differs without.
+PIXELS: Final = ("pixel_values", "input_features")
 
 
 def dropped_by(model: nn.Module) -> tuple[str, ...]:

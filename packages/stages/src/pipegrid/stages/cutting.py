@@ -224,6 +224,8 @@ def check_stages(
 ) -> StageComparison:
     """Compare the stages of a cut with the whole model: one microbatch, its loss and every gradient, in this process.
 
+        print(check_stages(lambda: LlamaForCausalLM(tiny_config), "Et*2|t*2L", batch))
+
     First the cut is proved (`prove_cut`). Then both run: the whole model by autograd alone; each stage as on a rank of
     its own, with what the stage before has sent. Random numbers are the same in both. Several
     copies of the model are in memory, so give a small config of the same family.

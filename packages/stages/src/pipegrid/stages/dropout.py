@@ -52,14 +52,13 @@ class DropoutMasks:
 
     def apply(self, model: nn.Module, *, names: Names | None = None) -> None:
         """Seed the forwards of a stage of `pipeline_stage`, or of a model with one list of layers (in ``names``)."""
-        before = model.assignment.before(model.number) if isinstance(model, Stage) else 0
         if isinstance(model, Stage):
-            layers = model.layers
+            before, layers = model.assignment.before(model.number), model.layers
         else:
             lists = find_names(model, names).layers.values()
             if len(lists) != 1:
                 raise CutError(f"{type(model).__name__} has {len(lists)} lists of layers; masks are those of one")
-            layers = layers_of(model, next(iter(lists)))
+            before, layers = 0, layers_of(model, next(iter(lists)))
         model.current_replica = None  # type: ignore[assignment]  # set by the step functions
         for number, layer in enumerate(layers, start=before + 1):
             model.get_submodule(layer).register_forward_pre_hook(_seeding(number))

@@ -122,8 +122,10 @@ class StageFlow:
         prefix, encoded = "", self._encoded_of(received)
         if encoded is not None:
             prefix = "decoder_"
-            kind = run.needs.encoder  # as the encoder returns it
-            kwargs["encoder_outputs"] = (encoded,) if kind is None else kind[0](**{kind[1]: encoded})
+            kwargs["encoder_outputs"] = (encoded,)
+            if run.needs.encoder is not None:  # it returns a dict
+                kind, key = run.needs.encoder
+                kwargs["encoder_outputs"] = kind(**{key: encoded})
             if self.before == self.encoders:
                 return
         if f"{prefix}inputs_embeds" in self.accepted:

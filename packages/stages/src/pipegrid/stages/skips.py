@@ -202,10 +202,11 @@ class SkipCarrier:
 
         mapped = mapped_by_place(partial(of, ""), result)
         returned = mapped if changed else None
-        given = part in self.given
+        filled, given = self.skips.filled.get(part, {}), part in self.given
+        mappings = mappings_of(args, kwargs) if filled else {}
         # What a layer has put into its arguments is taken or, where its results came, what came is put in.
-        for argument, entries in self.skips.filled.get(part, {}).items():
-            mapping = mappings_of(args, kwargs).get(argument, {})
+        for argument, entries in filled.items():
+            mapping = mappings.get(argument, {})
             for key in entries if given else entries.keys() & mapping.keys():
                 entry = entries[key] if given else mapping[key]
                 entry = mapped_by_place(partial(of, place_in(argument, key)), entry)

@@ -1,9 +1,9 @@
 """Build a model with the parameters of some stages only, and the initial values that one process gives them.
 
-Its function runs twice (see `runs`). In the second run, all parameters of other stages become views of one scratch
-buffer as soon as they are registered or made: initialization writes there, and the generator goes through the states of
-one process. So own values are bit for bit those of one process with the same seed, and the memory is that of the own
-parameters, of what they are copied from, and of two others.
+The function that makes the model runs twice (see `runs`). In the second run, all parameters of other stages become
+views of one scratch buffer as soon as they are registered or made: initialization writes there, and the generator goes
+through the states of one process. So own values are bit for bit those of one process with the same seed, and the memory
+is that of the own parameters, of what they are copied from, and of two others.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ def planned(factory: Callable[[], nn.Module]) -> tuple[nn.Module, Callable[[Cont
         model, plan = _planned_once(factory, hidden)
         if loads() and not loaded:  # the function has imported it, and its files were not watched
             model, plan = _planned_once(factory, hidden)
-        hidden = stored_twice(model, lambda one: {event.stored for event in plan.behind([one]) if event.stored})
+        behind = plan.behind
+        hidden = stored_twice(model, lambda one: {event.stored for event in behind([one]) if event.stored is not None})
         if hidden:
             model, plan = _planned_once(factory, hidden)
     finally:

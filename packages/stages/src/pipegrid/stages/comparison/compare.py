@@ -285,7 +285,9 @@ def _loss_like(output: Any) -> Loss:
 
     def weighed(output: Any) -> Tensor:
         means = []
-        for leaf in (leaf for place, leaf in named_leaves(output) if place in places):
+        for place, leaf in named_leaves(output):
+            if place not in places:
+                continue
             numbers = torch.arange(leaf.numel(), dtype=torch.float64, device=leaf.device)
             weights = (numbers + 1).square().cos()  # without a pattern that a model could cancel
             means.append((leaf * weights.reshape(leaf.shape).to(leaf.dtype)).mean())

@@ -278,7 +278,8 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if placed and known and not tensors_in(outs):
             self.guess(operation)
         for one in targets:
-            made = one.cell.written  # is memory of the stage's own needed, or has a stage not all that this changes?
+            # A write for which a stage needs memory of its own, or of which it has not all that this changes:
+            made = one.cell.written
             self.writes |= made is self._given or (made is not self._state and made.part != operation.part)
             self.split += [operation] if one.cell.twice else []
             one.cell.known, one.cell.placed, one.cell.drawn = known, placed, drawn

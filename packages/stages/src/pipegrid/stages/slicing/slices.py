@@ -7,7 +7,7 @@ values out of the cache. Unlike in generation they belong to the graph of their 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,19 +20,26 @@ from pipegrid.stages.transformers_compat import cache_name, require_known_names
 
 if TYPE_CHECKING:
     from pipegrid.stages.slicing.slice_cache import SequenceSlice
+    from pipegrid.stages.stage import Stage
 
-_INPUTS = ("input_ids", "inputs_embeds", "attention_mask", "position_ids")  # of which later tokens change no value
+# Arguments whose values for a token do not depend on later tokens.
+_INPUTS = ("input_ids", "inputs_embeds", "attention_mask", "position_ids")
 _LABELS = ("shift_labels", "num_items_in_batch")
 _ATTENTION = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 _WITHOUT = frozenset({"moe", "mlp"})  # kinds of layers that keep nothing
 
 
 def forward_of_slice(
-    stage: Any, part: SequenceSlice, cache_argument: str, tokens: Tensor, given: Mapping[str, Any], forward: Any
+    stage: Stage,
+    part: SequenceSlice,
+    cache_argument: str,
+    tokens: Tensor,
+    given: Mapping[str, Any],
+    forward: Callable[[dict[str, Any]], Any],
 ) -> Any:
     """Run ``forward`` on the slice ``part``, with the cache of the microbatch among its arguments ``given``.
 
-    ``stage`` is a `Stage`, ``cache_argument`` that of `cache_name`, ``tokens`` the ids or hidden states of the slice.
+    ``cache_argument`` is that of `cache_name`; ``tokens`` are the ids or hidden states of the slice.
     """
     whole, assignment, number = stage.whole, stage.assignment, stage.number
     given = {name: value for name, value in given.items() if value is not None}

@@ -48,8 +48,8 @@ def _run(arguments: argparse.Namespace) -> int:
             return FAULTY
         print(f"{path.name}: {len(found.tensors)} tensors, all bytes as saved")  # noqa: T201
     else:
-        options = {name: getattr(arguments, name) for name in ("module", "source", "max_shard_size")}
-        names = export_safetensors(path, arguments.target, **options)
+        module, source, size = arguments.module, arguments.source, arguments.max_shard_size
+        names = export_safetensors(path, arguments.target, module=module, source=source, max_shard_size=size)
         print(f"{arguments.target}: {len(names)} tensors of {path.name}")  # noqa: T201
     return 0
 

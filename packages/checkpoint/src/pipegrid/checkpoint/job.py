@@ -142,7 +142,7 @@ class CheckpointRanks:
             known = isinstance(error, CheckpointError)
             told = (kind, str(error)) if known else (CheckpointError.__name__, f"{kind}: {error}")
         outcomes = self.gather((result, told))
-        faults = [(rank, *told) for rank, (_, told) in enumerate(outcomes) if told is not None]
+        faults = [(rank, *fault) for rank, (_, fault) in enumerate(outcomes) if fault is not None]
         if faults:
             rank, kind, text = faults[0]
             others = [other for other, *_ in faults[1:]]

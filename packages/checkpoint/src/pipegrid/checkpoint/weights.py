@@ -58,16 +58,17 @@ def load_safetensors(state: TrainingState, path: str | os.PathLike[str]) -> None
     """
     from safetensors import SafetensorError, safe_open
 
-    path, by_module = Path(path), dict[str, list[Slot]]()
+    where = Path(path)
+    by_module: dict[str, list[Slot]] = {}
     for slot in known_state(state).slots():
         by_module.setdefault(slot.held.module, []).append(slot)
-    paths = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+    paths = sorted(where.glob("*.safetensors")) if where.is_dir() else [where]
     try:
         with ExitStack() as opened:
             files = [opened.enter_context(safe_open(each, framework="pt")) for each in paths]
             there = {name: file for file in files for name in file.keys()}  # noqa: SIM118 -- no mapping
             for module, slots in by_module.items():
-                for slot, name in _found(module, slots, there, path.name):
+                for slot, name in _found(module, slots, there, where.name):
                     _fill(slot, name, there[name])
     except SafetensorError as error:
         raise CorruptCheckpointError(f"{path} is no safetensors file: {error}") from error

@@ -227,12 +227,14 @@ def _is_same(one: Any, other: Any) -> bool:
 @functools.lru_cache(4096)
 def _globals_in(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
     """A function's globals and attributes, whose names may be those of a Python module; the globals that it sets."""
-    codes = [code]
-    for one in codes:  # grows
-        codes += [each for each in one.co_consts if isinstance(each, types.CodeType)]
-    instructions = (each for one in codes for each in dis.get_instructions(one))
-    stored = frozenset(each.argval for each in instructions if each.opname == "STORE_GLOBAL")
-    return frozenset(name for one in codes for name in one.co_names), stored
+    names = set(code.co_names)
+    stored = {one.argval for one in dis.get_instructions(code) if one.opname == "STORE_GLOBAL"}
+    for inner in code.co_consts:
+        if isinstance(inner, types.CodeType):
+            inner_names, inner_stored = _globals_in(inner)
+            names |= inner_names
+            stored |= inner_stored
+    return frozenset(names), frozenset(stored)
 
 
 def _names_in(namespace: dict[str, Any], names: Collection[str]) -> _State:

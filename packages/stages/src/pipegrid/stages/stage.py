@@ -243,7 +243,10 @@ class Stage(nn.Module):
             self._carrier.end()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The output of the whole model for its own arguments, on the last stage; the hidden states before."""
+        """The output of the whole model, on the last stage; the hidden states before.
+
+        Arguments are those of the whole model.
+        """
         received = self.received
         if self.number == 0:
             received = None

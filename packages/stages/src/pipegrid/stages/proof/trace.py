@@ -81,7 +81,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.crossing: list[Traced] = []  # tensors that were used behind a boundary that was passed after their making
         self.parameters: dict[str, list[Operation]] = {}  # the uses of each parameter
         self.guesses: list[Operation] = []  # by which the model's own code reads what the batch does not determine
-        self.draws: list[Operation] = []  # those by which it read a random number
+        self.draws: list[Operation] = []  # operations by which the host read a random number
         self.result: Any = None  # what the forward returned
         self.writes = False  # an operation wrote in place to what another part has made, or to the batch
         self.split: list[Operation] = []  # operations that wrote in place to what is sent twice at one boundary

@@ -165,12 +165,7 @@ def read(func: Any, args: tuple[Any, ...], number: Callable[[torch.dtype], Any])
     if func is _aten._grouped_mm.default:  # noqa: SLF001 -- torch knows its shapes in bfloat16 alone
         return args[0].new_empty(_grouped_shape(args[0].shape, args[1].shape, args[2].shape))
     if func is _aten.index.Tensor and any(is_mask(index) for index in args[1]):
-        places = [
-            torch.empty(index.numel(), dtype=torch.long, device="meta") if is_mask(index) else index
-            for index in args[1]
-            for _ in range(index.dim() if is_mask(index) else 1)
-        ]
-        return func(args[0], places)
+        return func(args[0], _every_place(args[1]))
     if func in (_aten.index_put_.default, _aten.index_put.default) and any(is_mask(index) for index in args[1]):
         return args[0] if func is _aten.index_put_.default else torch.empty_like(args[0])
     return NotImplemented
@@ -181,6 +176,17 @@ def _grouped_shape(a: torch.Size, b: torch.Size, offsets: torch.Size) -> tuple[i
     if len(a) == len(b) == 2:
         return (*offsets, a[0], b[1])
     return (a[-2], b[-1]) if len(a) != len(b) else (a[0], a[1], b[2])
+
+
+def _every_place(indices: list[Any]) -> list[Any]:
+    """Indices with as many places as a mask has elements, for each axis of a mask."""
+    found: list[Any] = []
+    for index in indices:
+        if is_mask(index):
+            found.extend(torch.empty(index.numel(), dtype=torch.long, device="meta") for _ in range(index.dim()))
+        else:
+            found.append(index)
+    return found
 
 
 class Lists(TorchFunctionMode):

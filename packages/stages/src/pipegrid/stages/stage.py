@@ -288,7 +288,10 @@ class Stage(nn.Module):
             result = self._flow.run(self._run, received, args, kwargs)
         else:
             run = partial(self._flow.run, self._run, received, ())
-            result = forward_of_slice(self, part, self._slice_argument, self._tokens(received, kwargs), kwargs, run)
+            tokens = self._tokens(received, kwargs)
+            result = forward_of_slice(
+                self.whole, self.assignment, self.number, part, self._slice_argument, tokens, kwargs, run
+            )
         if needs.absent and not further and self.is_last:
             result = without(result, needs.absent)
         return self._sent(result, carried) if self._sends else result

@@ -20,7 +20,6 @@ from pipegrid.stages.transformers_compat import cache_name, require_known_names
 
 if TYPE_CHECKING:
     from pipegrid.stages.slicing.slice_cache import SequenceSlice
-    from pipegrid.stages.stage import Stage
 
 # Arguments whose values for a token do not depend on later tokens.
 _INPUTS = ("input_ids", "inputs_embeds", "attention_mask", "position_ids")
@@ -30,7 +29,9 @@ _WITHOUT = frozenset({"moe", "mlp"})  # kinds of layers that keep nothing
 
 
 def forward_of_slice(
-    stage: Stage,
+    whole: nn.Module,
+    assignment: Assignment,
+    number: int,
     part: SequenceSlice,
     cache_argument: str,
     tokens: Tensor,
@@ -39,9 +40,9 @@ def forward_of_slice(
 ) -> Any:
     """Run ``forward`` on the slice ``part``, with the cache of the microbatch among its arguments ``given``.
 
-    ``cache_argument`` is that of `cache_name`; ``tokens`` are the ids or hidden states of the slice.
+    ``number`` is that of the stage of the model ``whole``, ``cache_argument`` that of `cache_name`; ``tokens`` are the
+    ids or hidden states of the slice.
     """
-    whole, assignment, number = stage.whole, stage.assignment, stage.number
     given = {name: value for name, value in given.items() if value is not None}
     unknown = given.keys() - {*_INPUTS, *_LABELS}
     if unknown:  # labels too: the model would shift them inside of the slice, and lose that of its last token

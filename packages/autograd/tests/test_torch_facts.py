@@ -11,8 +11,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import checkpoint
 
 from pipegrid.autograd import is_compiled_in_place
+from pipegrid.autograd.compiled import forward_and_backward, is_view, joint_graph, storage_key
 from pipegrid.autograd.engine import run_backward
-from pipegrid.autograd.joint_graph import forward_and_backward, is_view, joint_graph, storage_key
 
 
 def product(rows=3, width=4):

@@ -291,7 +291,7 @@ def test_ranks_that_save_or_load_hear_of_each_other_each_half_second(ranks, monk
             return super().wait(0.01)
 
     monkeypatch.setattr(job, "threading", SimpleNamespace(Event=Left, Thread=threading.Thread))
-    ranks_that_save = job.CheckpointRanks(None, timedelta(seconds=60), deadline)
+    ranks_that_save = job.CheckpointRanks(None, timedelta(seconds=60), deadline, None)
     with ranks_that_save.calling("save()"):
         twice.wait()
     ranks_that_save.close()

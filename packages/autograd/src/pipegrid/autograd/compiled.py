@@ -18,6 +18,7 @@ joint graph: it raises `SplitBackwardError` at its first call.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Sequence
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -25,19 +26,10 @@ from attrs import define, field, frozen
 from torch import Tensor, fx, nn
 from torch.autograd.function import once_differentiable
 
-from pipegrid.autograd.joint_graph import (
-    RANDOM_STATE,
-    forward_and_backward,
-    is_view,
-    joint_graph,
-    require_joint_graphs,
-    storage_key,
-)
 from pipegrid.autograd.unsplittable import SplitBackwardError
 
 GraphFunction = Callable[..., Sequence[Any]]
-_AS_TRACED = ("eager", "aot_eager")
-"""Backends that run the graph's operators as they are."""
+_AS_TRACED = ("eager", "aot_eager")  # backends that run the graph's operators as they are
 
 
 def compile_split(module: nn.Module, *, backend: str = "inductor", dynamic: bool | None = False) -> None:
@@ -49,7 +41,7 @@ def compile_split(module: nn.Module, *, backend: str = "inductor", dynamic: bool
         dynamic: as of `torch.compile`; False compiles once for each shape.
 
     Raises:
-        SplitBackwardError: this torch has no joint graphs (see `joint_graph`).
+        SplitBackwardError: this torch has no joint graphs.
 
     Examples:
         >>> import torch
@@ -58,21 +50,19 @@ def compile_split(module: nn.Module, *, backend: str = "inductor", dynamic: bool
         >>> layer(torch.ones(2, 4)).shape
         torch.Size([2, 4])
     """
-    require_joint_graphs()
+    for owner, name in (_JOINT, _PARTITION, _STORAGE):
+        _part(owner, name)
+    if not hasattr(Tensor, "_is_view"):
+        raise _lacking("torch.Tensor._is_view")
     module.compile(backend=SplitBackend(type(module).__name__, backend), dynamic=dynamic)
 
 
 @frozen
 class SplitBackend:
-    """A backend for `torch.compile`.
+    """A backend for `torch.compile`."""
 
-    Attributes:
-        name: of what is compiled, for errors.
-        inner: the backend that compiles the forward and both halves of the backward.
-    """
-
-    name: str
-    inner: str
+    name: str  # of what is compiled, for errors
+    inner: str  # the backend that compiles the forward and both halves of the backward
 
     def __call__(self, graph: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
         """The function that runs a region."""
@@ -83,13 +73,16 @@ class SplitBackend:
             return _split(graph, examples, self._compiled)
         except (RuntimeError, AssertionError, NotImplementedError, ValueError) as error:
             reason = str(error).strip().splitlines()[0].rstrip(".")
-            return _raising(
-                SplitBackwardError(
-                    f'a compiled region of {self.name} cannot be split, as compile="split" asks: {reason}. It must not '
-                    "write to its inputs, return a view of one or have DTensors among them; use "
-                    'compile="whole", or eager mode'
-                )
+            failure = SplitBackwardError(
+                f'a compiled region of {self.name} cannot be split, as compile="split" asks: {reason}. It must not '
+                "write to its inputs, return a view of one or have DTensors among them; use "
+                'compile="whole", or eager mode'
             )
+
+            def fails(*_: Any) -> Any:  # when the region runs: Dynamo wraps what a backend raises in pages of its own
+                raise failure
+
+            return fails
 
     def _compiled(self, graph: fx.GraphModule) -> GraphFunction:
         if self.inner in _AS_TRACED:
@@ -98,43 +91,20 @@ class SplitBackend:
         return compiled
 
 
-def _raising(error: Exception) -> Callable[..., Any]:
-    """Raises when the region runs: what a backend itself raises, Dynamo wraps in pages of its own."""
-
-    def run(*args: Any) -> Any:
-        del args
-        raise error
-
-    return run
-
-
 @frozen
 class _Graphs:
-    """The compiled graphs of a region.
+    """The compiled graphs of a region."""
 
-    Attributes:
-        forward: from the region's arguments to its outputs and what the backward needs.
-        input_half: from that and the tangents to the gradients of inputs, and what the weight half needs of it.
-        weight_half: from what the two before have left to the gradients of parameters.
-        outputs: number of the region's outputs.
-        inputs: indices of arguments with a gradient at I.
-        parameters: indices of arguments with a gradient at W.
-        kept: indices of the saved values and tangents that the weight half needs.
-        differentiable: indices of outputs with a tangent.
-        formats: of each tangent's memory, as traced.
-        order: of what the forward has saved, as the backward takes it.
-    """
-
-    forward: GraphFunction
-    input_half: GraphFunction
-    weight_half: GraphFunction
-    outputs: int
-    inputs: tuple[int, ...]
-    parameters: tuple[int, ...]
-    kept: tuple[int, ...]
-    differentiable: tuple[int, ...]
-    formats: tuple[torch.memory_format, ...]
-    order: tuple[int, ...]
+    forward: GraphFunction  # from the region's arguments to its outputs and what the backward needs
+    input_half: GraphFunction  # from that and tangents to gradients of inputs, and what the weight half needs of it
+    weight_half: GraphFunction  # from what the two before have left to the gradients of parameters
+    outputs: int  # number of the region's outputs
+    inputs: tuple[int, ...]  # indices of arguments with a gradient at I
+    parameters: tuple[int, ...]  # indices of arguments with a gradient at W
+    kept: tuple[int, ...]  # indices of the saved values and tangents that the weight half needs
+    differentiable: tuple[int, ...]  # indices of outputs with a tangent
+    formats: tuple[torch.memory_format, ...]  # of each tangent's memory, as traced
+    order: tuple[int, ...]  # of what the forward has saved, as the backward takes it
 
 
 @define(eq=False)
@@ -205,8 +175,7 @@ class _Weights(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        del gradient
+    def backward(ctx: Any, _: Tensor) -> Any:
         left, ctx.call.left = ctx.call.left, None
         return None, *_run(ctx.call.graphs.weight_half, left)
 
@@ -215,9 +184,8 @@ class SplitRegion(torch.autograd.Function):
     """The forward of a region, and the input half of its backward."""
 
     @staticmethod
-    def forward(ctx: Any, call: _Call, weights: Tensor, *inputs: Tensor) -> Any:
+    def forward(ctx: Any, call: _Call, weights: Tensor, *_: Tensor) -> Any:
         """The region's outputs; ``weights``, the result of `_Weights`, takes the place of its parameters."""
-        del inputs
         graphs = call.graphs
         arguments = [each.detach() if isinstance(each, Tensor) else each for each in call.arguments]
         call.arguments = ()
@@ -227,13 +195,8 @@ class SplitRegion(torch.autograd.Function):
         ctx.call, ctx.weights = call, (weights.dtype, weights.device)
         ctx.numbers = {place: value for place, value in enumerate(saved) if not isinstance(value, Tensor)}
         ctx.save_for_backward(*(value for value in saved if isinstance(value, Tensor)))
-        ctx.mark_non_differentiable(
-            *(
-                each
-                for index, each in enumerate(returned)
-                if index not in graphs.differentiable and isinstance(each, Tensor)
-            )
-        )
+        others = (each for index, each in enumerate(returned) if index not in graphs.differentiable)
+        ctx.mark_non_differentiable(*(each for each in others if isinstance(each, Tensor)))
         return tuple(returned)
 
     @staticmethod
@@ -350,3 +313,53 @@ def _outputs_of(module: fx.GraphModule) -> Sequence[Any]:
 def _has_gradient(node: Any) -> bool:
     value = _value_of(node) if isinstance(node, fx.Node) else None
     return isinstance(value, Tensor) and value.requires_grad
+
+
+# ---- Parts of torch without a public form; tests pin what each does. A torch that lacks one fails at `compile_split`.
+
+RANDOM_STATE = "rng_state_output"  # how the backward of `forward_and_backward` names the states of generators
+_JOINT = "torch._functorch.aot_autograd", "aot_export_joint_simple"
+_PARTITION = "functorch.compile", "min_cut_rematerialization_partition"
+_STORAGE = "torch.multiprocessing.reductions", "StorageWeakRef"
+
+
+def joint_graph(region: fx.GraphModule, examples: Sequence[Any]) -> fx.GraphModule:
+    """The graph from ``(examples, tangents)`` to the outputs of ``region`` and one gradient (or None) per example.
+
+    Raises:
+        RuntimeError, AssertionError, NotImplementedError, ValueError: the region has no such graph.
+    """
+    made: fx.GraphModule = _part(*_JOINT)(region, tuple(examples), trace_joint=True)
+    return made
+
+
+def forward_and_backward(
+    joint: fx.GraphModule, examples: Sequence[Any], *, outputs: int
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Cut a joint graph where the least is saved: forward (outputs, saved values), backward from saved and tangents."""
+    made: tuple[fx.GraphModule, fx.GraphModule] = _part(*_PARTITION)(joint, examples, num_fwd_outputs=outputs)
+    return made
+
+
+def is_view(tensor: Tensor) -> bool:
+    """Whether ``tensor`` is a view of another, as autograd counts views."""
+    return tensor._is_view()  # noqa: SLF001
+
+
+def storage_key(tensor: Tensor) -> Any:
+    """Equal for tensors over one memory, fake ones as well."""
+    return _part(*_STORAGE)(tensor.untyped_storage())
+
+
+def _part(module: str, name: str) -> Any:
+    try:
+        return getattr(import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise _lacking(f"{module}.{name}") from error
+
+
+def _lacking(name: str) -> SplitBackwardError:
+    return SplitBackwardError(
+        f'torch {torch.__version__} has no {name}, by which compile="split" cuts a compiled backward in halves; '
+        'compile layers whole (compile="whole"), or leave them in eager mode'
+    )

@@ -9,8 +9,8 @@ import torch
 
 from pipegrid.autograd.tree import fsdp_among, modules_in
 
-POST_BACKWARD = "RegisterPostBackwardFunctionBackward"
-"""The node at which ``fully_shard`` reduces the gradients of a module: above those of the module's inputs."""
+POST_BACKWARD = "RegisterPostBackwardFunctionBackward"  # where ``fully_shard`` reduces, above a module's inputs
+_PROBE = "_pipegrid_probe"
 
 
 def is_fsdp(module: torch.nn.Module) -> bool:
@@ -56,9 +56,6 @@ def let_plan_decide(root: Any, *, plan: bool) -> None:
         root.set_reduce_scatter_unused_params(True)
 
 
-_PROBE = "_pipegrid_probe"
-
-
 def reduce_scatter(root: Any, *, last: bool) -> None:
     """Reduce the gradients that a sharded module and those inside have accumulated, by FSDP2's own hooks.
 
@@ -68,7 +65,7 @@ def reduce_scatter(root: Any, *, last: bool) -> None:
     from torch.distributed.fsdp import register_fsdp_forward_method
 
     if not hasattr(root, _PROBE):
-        object.__setattr__(root, _PROBE, _touched)
+        object.__setattr__(root, _PROBE, lambda tensor: tensor * 1.0)
         register_fsdp_forward_method(root, _PROBE)
     root.set_requires_gradient_sync(True)
     root.set_is_last_backward(last)
@@ -77,7 +74,3 @@ def reduce_scatter(root: Any, *, last: bool) -> None:
         getattr(root, _PROBE)(probe).backward()
     root.set_requires_gradient_sync(False)
     root.set_is_last_backward(False)
-
-
-def _touched(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor * 1.0

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
+from itertools import groupby
 from typing import NamedTuple
 
 import torch
@@ -19,107 +20,55 @@ from torch.autograd.graph import GradientEdge, Node
 from pipegrid.autograd.fsdp import POST_BACKWARD
 from pipegrid.autograd.unsplittable import COMPILED, SPLIT_REGION, UNSPLITTABLE
 
-# Remembered patterns; stages whose shapes or branches vary have several.
-_DIVISIONS_KEPT = 32
-
+_DIVISIONS_KEPT = 32  # remembered patterns; stages whose shapes or branches vary have several
 _NOWHERE = -1  # the target of an edge without a node
 _APART = -2  # in place of an owner: the roots off the input path
 
 
 class GraphOutline(NamedTuple):
-    """A graph without its nodes, which are numbered in the order in which they are found.
+    """A graph without its nodes, which are numbered in the order in which they are found."""
 
-    Attributes:
-        kinds: each node's class.
-        edges: each node's edges: the node that one leads to, and to which of the outputs of its forward.
-        roots: edges into the graph.
-        inputs: the nodes of the inputs that were used.
-    """
-
-    kinds: tuple[type, ...]
-    edges: tuple[tuple[tuple[int, int], ...], ...]
-    roots: tuple[tuple[int, int], ...]
-    inputs: tuple[int, ...]
+    kinds: tuple[type, ...]  # each node's class
+    edges: tuple[tuple[tuple[int, int], ...], ...]  # of each node: where each leads to, and to which of its outputs
+    roots: tuple[tuple[int, int], ...]  # edges into the graph
+    inputs: tuple[int, ...]  # the nodes of the inputs that were used
 
 
 @frozen
 class Owner:
-    """A node whose weight half waits for W.
-
-    Attributes:
-        node: its number.
-        outputs: the outputs of the node's forward that were used; a gradient arrives for each.
-        sinks: the accumulators of its own parameters, in which their gradients end.
-        height: nodes on the longest path to an input. Owners of one height cannot reach each other.
-    """
+    """A node whose weight half waits for W."""
 
     node: int
-    outputs: tuple[int, ...]
-    sinks: tuple[int, ...]
-    height: int
+    outputs: tuple[int, ...]  # the outputs of the node's forward that were used; a gradient arrives for each
+    sinks: tuple[int, ...]  # the accumulators of its own parameters, in which their gradients end
 
 
 @frozen
 class WholeNode:
-    """A node that runs whole at I.
-
-    Attributes:
-        node: its number.
-        entries: its edges that leave the input path: their index, the node that they lead to, and to which output.
-        custom: whether it computes both halves anyway; a node of torch's own does so only where it is asked.
-        apart: whether the weight half is that of nodes behind its entries, which run at W (`compile_split`).
-    """
+    """A node that runs whole at I."""
 
     node: int
-    entries: tuple[tuple[int, int, int], ...]
-    custom: bool
-    apart: bool
-
-
-@frozen
-class Level:
-    """Owners of one height, for which W calls the engine once.
-
-    Attributes:
-        arrivals: their slice of the division's ``arrivals``.
-        sinks: of all of them.
-    """
-
-    arrivals: slice
-    sinks: tuple[int, ...]
+    entries: tuple[tuple[int, int, int], ...]  # edges out of the input path: index, node that it leads to, output
+    custom: bool  # whether it computes both halves anyway; a node of torch's own does so only where it is asked
+    apart: bool  # whether the weight half is that of nodes behind its entries, which run at W (`compile_split`)
 
 
 @frozen
 class Division:
-    """The part of I and of W in the nodes of a graph.
+    """The part of I and of W in the nodes of a graph."""
 
-    Attributes:
-        input_path: all nodes of the input path; without any there are no owners either.
-        owners: in the order in which W runs them: the highest first, as in a whole backward.
-        whole: the nodes with edges out of the input path that are no owners.
-        arrivals: the owners' outputs, each as a node and an output: I keeps the gradients that arrive there.
-        levels: the owners by height.
-        reruns: whether nodes behind shared parameters run a second time within I, so that the first run keeps them.
-        spent: nodes of the input path that W does not run again.
-        unsplittable: nodes of the input path that cannot run while others are kept for later.
-        reduced: whether ``fully_shard`` reduces gradients in the graph, when those of a module's inputs are there.
-        compiled: whether a compiled region is on the input path, so that all of it runs at I.
-        apart: indices of roots off the input path: their whole backward is weight half.
-        apart_at_i: whether that runs at I, since it shares nodes with others that do.
-    """
-
-    input_path: tuple[int, ...]
-    owners: tuple[Owner, ...]
-    whole: tuple[WholeNode, ...]
-    arrivals: tuple[tuple[int, int], ...]
-    levels: tuple[Level, ...]
-    reruns: bool
-    spent: tuple[int, ...]
-    unsplittable: tuple[int, ...]
-    reduced: bool
-    compiled: bool
-    apart: tuple[int, ...]
-    apart_at_i: bool
+    input_path: tuple[int, ...]  # all nodes of the input path; without any there are no owners either
+    owners: tuple[Owner, ...]  # in the order in which W runs them: the highest first, as in a whole backward
+    whole: tuple[WholeNode, ...]  # the nodes with edges out of the input path that are no owners
+    arrivals: tuple[tuple[int, int], ...]  # outputs of owners, as node and output, whose gradients I keeps
+    levels: tuple[tuple[slice, tuple[int, ...]], ...]  # owners of one height: their slice of ``arrivals``, their sinks
+    reruns: bool  # whether nodes behind shared parameters run a second time within I, so that the first run keeps them
+    spent: tuple[int, ...]  # nodes of the input path that W does not run again
+    unsplittable: tuple[int, ...]  # nodes of the input path that cannot run while others are kept for later
+    reduced: bool  # whether ``fully_shard`` reduces gradients in the graph, when those of a module's inputs are there
+    compiled: bool  # whether a compiled region is on the input path, so that all of it runs at I
+    apart: tuple[int, ...]  # indices of roots off the input path: their whole backward is weight half
+    apart_at_i: bool  # whether that runs at I, since it shares nodes with others that do
 
 
 def outline_of(roots: Sequence[GradientEdge], inputs: Iterable[torch.Tensor]) -> tuple[list[Node], GraphOutline]:
@@ -173,15 +122,22 @@ def divide(outline: GraphOutline) -> Division:
     apart = tuple(index for index, (node, _) in enumerate(outline.roots) if not heights[node])
     below = {node: [entry for _, entry, _ in edges] for node, edges in entries.items()}
     sinks, sharing = _claims(outline, {**below, _APART: [outline.roots[index][0] for index in apart]})
-    custom = {node for node in entries if _is_custom(outline.kinds[node])}
+    names = [kind.__name__ for kind in outline.kinds]
+    # Custom Functions of Python, or of C++, whose nodes have no class of their own:
+    custom = {node for node in entries if issubclass(outline.kinds[node], FunctionCtx) or names[node] == "CppFunction"}
     owners = [
-        Owner(node, tuple(sorted(outputs[node])), tuple(sinks[node]), heights[node])
+        Owner(node, tuple(sorted(outputs[node])), tuple(sinks[node]))
         for node in entries
         if node not in custom and node not in sharing
     ]
-    owners.sort(key=lambda owner: -owner.height)
+    owners.sort(key=lambda owner: -heights[owner.node])
+    arrivals: list[tuple[int, int]] = []
+    levels: list[tuple[slice, tuple[int, ...]]] = []
+    for _, each in groupby(owners, key=lambda owner: heights[owner.node]):  # those of one cannot reach each other
+        same, start = list(each), len(arrivals)
+        arrivals += [(owner.node, output) for owner in same for output in owner.outputs]
+        levels.append((slice(start, len(arrivals)), tuple(sink for owner in same for sink in owner.sinks)))
     waiting = {owner.node for owner in owners}
-    names = [kind.__name__ for kind in outline.kinds]
     whole = tuple(
         WholeNode(node, tuple(entries[node]), node in custom, names[node] == SPLIT_REGION and node not in sharing)
         for node in entries
@@ -194,8 +150,8 @@ def divide(outline: GraphOutline) -> Division:
         input_path=path,
         owners=tuple(owners),
         whole=whole,
-        arrivals=tuple((owner.node, output) for owner in owners for output in owner.outputs),
-        levels=tuple(_levels(owners)),
+        arrivals=tuple(arrivals),
+        levels=tuple(levels),
         reruns=asks and any(outline.edges[entry] for part in whole for _, entry, _ in part.entries),
         spent=tuple(node for node in path if node not in waiting),
         unsplittable=tuple(node for node in path if names[node] == UNSPLITTABLE),
@@ -261,20 +217,3 @@ def _claims(outline: GraphOutline, entries: dict[int, list[int]]) -> tuple[dict[
             else:
                 sinks[owner].append(node)
     return sinks, sharing
-
-
-def _levels(owners: Sequence[Owner]) -> list[Level]:
-    """The owners, which are in order, by height."""
-    levels: list[Level] = []
-    at = 0
-    for height in dict.fromkeys(owner.height for owner in owners):
-        same = [owner for owner in owners if owner.height == height]
-        count = sum(len(owner.outputs) for owner in same)
-        levels.append(Level(slice(at, at + count), tuple(sink for owner in same for sink in owner.sinks)))
-        at += count
-    return levels
-
-
-def _is_custom(kind: type) -> bool:
-    """Whether nodes of the class are custom Functions: of Python, or of C++, whose nodes have no class of their own."""
-    return issubclass(kind, FunctionCtx) or kind.__name__ == "CppFunction"

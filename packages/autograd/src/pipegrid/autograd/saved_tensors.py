@@ -56,8 +56,8 @@ def saved_tensors(node: Node) -> Iterator[tuple[Any, torch.Tensor]]:
                 yield saved, saved.data
 
 
+# The name by which a Python function's tensors are read and checked; others lose their ``_raw``.
 _CHECKED = {"_raw_saved_tensors": "saved_tensors"}
-"""The name by which a Python function's tensors are read and checked; others lose their ``_raw``."""
 
 
 class _Handles(dict[Any, Any]):
@@ -71,10 +71,7 @@ class _Handles(dict[Any, Any]):
 def _saved(node: Node) -> Iterator[Any]:
     for name in _names(type(node)):
         saved = getattr(node, name)
-        if isinstance(saved, tuple):
-            yield from saved
-        else:
-            yield saved
+        yield from saved if isinstance(saved, tuple) else (saved,)
 
 
 @lru_cache(maxsize=1024)
@@ -82,10 +79,9 @@ def _names(kind: type) -> tuple[str, ...]:
     return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
 
 
-def _nothing(tensor: Any) -> None:
-    del tensor
+def _nothing(_: Any) -> None:
+    return None
 
 
-def _freed(packed: None) -> None:
-    del packed
+def _freed(_: None) -> None:
     raise RuntimeError("this tensor was freed after the input-gradient half of its backward; the node ran again")

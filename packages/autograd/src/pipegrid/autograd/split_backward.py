@@ -35,7 +35,7 @@ owner made runs in each half, one on a parameter that several nodes of the input
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -44,7 +44,7 @@ from torch.autograd.graph import GradientEdge, Node
 from torch.utils.checkpoint import GraphExecGroup
 
 from pipegrid.autograd.engine import run_backward
-from pipegrid.autograd.partition import Level, divide, outline_of
+from pipegrid.autograd.partition import divide, outline_of
 from pipegrid.autograd.saved_tensors import keep_recomputed, release_saved
 
 
@@ -117,7 +117,11 @@ def backward_inputs(
     if parts.compiled and on_compiled is not None:
         on_compiled()
     if parts.compiled or (parts.reduced if whole is None else whole):
-        return _whole_backward(roots, gradients, inputs), WeightHalf()
+        run_backward(roots, gradients)
+        whole_gradients = [tensor.grad for tensor in inputs]
+        for tensor in inputs:
+            tensor.grad = None
+        return whole_gradients, WeightHalf()
     arriving = [GradientEdge(nodes[node], output) for node, output in parts.arrivals]
     asked: list[GradientEdge] = []
     leaving: list[tuple[GradientEdge, torch.Tensor]] = []
@@ -141,48 +145,22 @@ def backward_inputs(
         onto = [index for index in range(len(roots)) if index not in parts.apart]
         roots, gradients = [roots[index] for index in onto], [gradients[index] for index in onto]
     with group:
-        found = run_backward(
-            roots,
-            gradients,
-            inputs=(*inputs, *arriving, *asked),
-            keep_graph=keep,
-            accumulate=False,
-        )
+        found = run_backward(roots, gradients, inputs=(*inputs, *arriving, *asked), keep_graph=keep, accumulate=False)
         if leaving:
             run_backward([edge for edge, _ in leaving], [gradient for _, gradient in leaving])
     if keep:
         for node in parts.spent:
             release_saved(nodes[node])
-    calls += _level_calls(parts.levels, nodes, arriving, found[len(inputs) : len(inputs) + len(arriving)])
+    arrived = found[len(inputs) : len(inputs) + len(arriving)]
+    for at, sinks in parts.levels:  # from the gradients that arrived at the weights' parts to their parameters
+        there = zip(arriving[at], arrived[at], strict=True)
+        flowing = [(edge, gradient) for edge, gradient in there if gradient is not None]
+        if flowing:
+            edges, flown = zip(*flowing, strict=True)
+            calls.append(Call(edges, flown, [GradientEdge(nodes[sink], 0) for sink in sinks]))
     if later:
         calls.append(Call([edge for edge, _ in later], [gradient for _, gradient in later], ()))
     return found[: len(inputs)], WeightHalf(tuple(calls), group, began)
-
-
-def _whole_backward(
-    roots: Sequence[GradientEdge], gradients: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
-) -> list[torch.Tensor | None]:
-    """The gradients of ``inputs`` by a backward that is not split; those of parameters are accumulated."""
-    run_backward(roots, gradients)
-    arrived = [tensor.grad for tensor in inputs]
-    for tensor in inputs:
-        tensor.grad = None
-    return arrived
-
-
-def _level_calls(
-    levels: Iterable[Level],
-    nodes: Sequence[Node],
-    arriving: Sequence[GradientEdge],
-    arrived: Sequence[torch.Tensor | None],
-) -> Iterator[Call]:
-    """The calls of W, level by level: from the gradients that arrived at the weights' parts to their parameters."""
-    for level in levels:
-        there = zip(arriving[level.arrivals], arrived[level.arrivals], strict=True)
-        flowing = [(edge, gradient) for edge, gradient in there if gradient is not None]
-        if flowing:
-            edges, gradients = zip(*flowing, strict=True)
-            yield Call(edges, gradients, [GradientEdge(nodes[sink], 0) for sink in level.sinks])
 
 
 def backward_weights(half: WeightHalf) -> None:
@@ -204,10 +182,8 @@ def backward_weights(half: WeightHalf) -> None:
 def _collector(
     entries: Iterable[tuple[int, GradientEdge]], leaving: list[tuple[GradientEdge, torch.Tensor]]
 ) -> Callable[[Sequence[torch.Tensor | None], Sequence[torch.Tensor | None]], None]:
-    """A hook that notes what a node hands to its entries."""
 
-    def collect(grad_inputs: Sequence[torch.Tensor | None], grad_outputs: Sequence[torch.Tensor | None]) -> None:
-        del grad_outputs
+    def collect(grad_inputs: Sequence[torch.Tensor | None], _: Sequence[torch.Tensor | None]) -> None:
         for index, edge in entries:
             gradient = grad_inputs[index]
             if gradient is not None:

@@ -11,14 +11,12 @@ from torch.autograd.graph import Node
 
 from pipegrid.autograd.tree import named_modules_of
 
+# A reentrant checkpoint: it cannot run while others of its graph are kept for later.
 UNSPLITTABLE = "CheckpointFunctionBackward"
-"""A reentrant checkpoint: it cannot run while others of its graph are kept for later."""
+# A compiled region: both halves in one node, which may reuse the memory that it saved: nothing is kept for later.
 COMPILED = "CompiledFunctionBackward"
-"""A compiled region: both halves in one node, which may reuse the memory that it saved: nothing is kept for later."""
-
-
+# A region of `compile_split`: its own backward is the input half, and the weight half that of a node behind it.
 SPLIT_REGION = "SplitRegionBackward"
-"""A region of `compile_split`: its own backward is the input half, and the weight half that of a node behind it."""
 
 
 class SplitBackwardError(ValueError):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import queue
 import threading
 import weakref
+from collections.abc import Callable
 from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
@@ -15,7 +17,7 @@ import torch.distributed as dist
 
 from pipegrid.checkpoint import loading
 from pipegrid.checkpoint.job import CheckpointRanks
-from pipegrid.checkpoint.last_save import Pending, finish_at_exit
+from pipegrid.checkpoint.last_save import Pending, finish
 from pipegrid.checkpoint.loading import LoadedCheckpoint
 from pipegrid.checkpoint.saving import Saver
 from pipegrid.checkpoint.state.names import TrainingState, known_state
@@ -73,16 +75,15 @@ class Checkpoints:
         self.directory = Path(directory)
         self.keep: int = checked(keep, Count, "keep", CheckpointError)
         checked(replicas, Literal["equal", "first"], "replicas", CheckpointError)
-        self._job = CheckpointRanks(
-            group, timeout, checked(deadline, Seconds | None, "deadline", CheckpointError), monitor
-        )
+        deadline = checked(deadline, Seconds | None, "deadline", CheckpointError)
+        self._job = CheckpointRanks(group, timeout, deadline, monitor)
         self._saver = Saver(self._job, self.directory, keep=self.keep, replicas=replicas)
         self._snapshots: Snapshots | None = None
         self._pending = Pending()
         self._work: queue.SimpleQueue[tuple[Snapshot | Exception, Future[None]] | None] = queue.SimpleQueue()
         self._worker: threading.Thread | None = None
-        self._unlock: weakref.finalize[..., Checkpoints] | None = None  # on the first rank
-        finish_at_exit(self._pending, self.directory, timeout)
+        self._unlock: Callable[[], object] = lambda: None  # on the first rank, a release of the lock
+        atexit.register(finish, self._pending, self.directory, timeout.total_seconds())
         outcome = f"{self.directory} is not used"
         with self._job.calling("the first save() or load()"):
             self._job.require_equal(outcome, {"keep": self.keep, "replicas": replicas})
@@ -174,8 +175,7 @@ class Checkpoints:
                 self._worker.join()
                 self._worker = None
             self._job.close()
-            if self._unlock is not None:
-                self._unlock()
+            self._unlock()
 
     def groups(self) -> list[dist.ProcessGroup]:
         """The process groups of saves and loads, for callers that end all connections of a rank after a failure."""
@@ -188,8 +188,7 @@ class Checkpoints:
         if self._worker is not None:
             self._work.put(None)
             self._worker = None
-        if self._unlock is not None:
-            self._unlock()
+        self._unlock()
 
     def _run(self) -> None:
         while (work := self._work.get()) is not None:

@@ -37,7 +37,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    """Run a command; 1 for a corrupt checkpoint."""
     path = found_at(arguments.path)
     if arguments.command == "show":
         print(shown(path, reading.read(path)))  # noqa: T201
@@ -49,13 +48,8 @@ def _run(arguments: argparse.Namespace) -> int:
             return FAULTY
         print(f"{path.name}: {len(found.tensors)} tensors, all bytes as saved")  # noqa: T201
     else:
-        names = export_safetensors(
-            path,
-            arguments.target,
-            module=arguments.module,
-            source=arguments.source,
-            max_shard_size=arguments.max_shard_size,
-        )
+        module, source, size = arguments.module, arguments.source, arguments.max_shard_size
+        names = export_safetensors(path, arguments.target, module=module, source=source, max_shard_size=size)
         print(f"{arguments.target}: {len(names)} tensors of {path.name}")  # noqa: T201
     return 0
 

@@ -32,19 +32,13 @@ _ERRORS = {kind.__name__: kind for kind in (CheckpointError, CheckpointMismatchE
 class CheckpointRanks:
     """The ranks that save together, over a gloo group of theirs; a process without a process group is a job of one.
 
-    Args:
-        group: the ranks.
-        timeout: of a collective, in which all ranks wait for the one that writes longest.
-        deadline: seconds of silence after which a rank counts as failed: not arrived, or gone. See `calling`.
-        monitor: of the job, which ends a call when the job has failed.
+    ``timeout`` is of a collective, in which all ranks wait for the one that writes longest. ``deadline``: seconds of
+    silence after which a rank counts as failed: not arrived, or gone (`calling`). A failure of the ``monitor``'s job
+    ends a call.
     """
 
     def __init__(
-        self,
-        group: dist.ProcessGroup | None,
-        timeout: timedelta,
-        deadline: float | None = None,
-        monitor: Monitor | None = None,
+        self, group: dist.ProcessGroup | None, timeout: timedelta, deadline: float | None, monitor: Monitor | None
     ) -> None:
         self.group: dist.ProcessGroup | None = None
         self.rank, self.size = 0, 1
@@ -70,14 +64,8 @@ class CheckpointRanks:
         A thread repeats a collective with those of the other ranks until all have left the block. So a rank may write
         for as long as it takes, and one that has not arrived, has ended or is out of reach holds the others up no
         longer than the deadline: the connections of the group are cut then, which ends all waits of this rank, torch's
-        collectives included.
-
-        Args:
-            what: the call, for errors.
-            monitored: whether the failure of the job ends it as well.
-
-        Raises:
-            CheckpointError: some rank was silent; the text names it.
+        collectives included. A CheckpointError names the silent rank. ``monitored``: the failure of the job ends the
+        block as well.
         """
         if self._alive is None or self._deadline is None:
             yield
@@ -122,48 +110,39 @@ class CheckpointRanks:
     def require_equal(self, outcome: str, values: Mapping[str, Any], hint: str = "") -> None:
         """Raise on every rank unless those that have a value under a name have the same.
 
-        Args:
-            outcome: of a difference, the first words of its text.
-            values: of this rank, by name.
-            hint: the end of the text.
+        A text begins with ``outcome`` and ends with ``hint``; ``values`` are of this rank.
         """
         _require_equal(outcome, self.gather(values), hint)
 
     def tables(self, outcome: str, held: Sequence[Held]) -> list[tuple[Held, ...]]:
         """The `Held` of each rank; every name is that of one tensor of the whole model, on one stage or tied.
 
-        Raises:
-            CheckpointMismatchError: names are local to a stage, or shapes differ; on every rank.
+        Raises CheckpointMismatchError on every rank where names are local to a stage, or shapes differ.
         """
         found = [cattrs.structure(table, tuple[Held, ...]) for table in self.gather(held)]
-        forms = [
-            {
-                f"{one.name!r} of module {one.module!r}": (
-                    "tied" if one.tied else f"stage {one.stage}",
-                    list(one.shape),
-                    one.dtype,
-                )
-                for one in table
-            }
-            for table in found
-        ]
+
+        def form(one: Held) -> tuple[str, Any]:
+            at = "tied" if one.tied else f"stage {one.stage}"
+            return f"{one.name!r} of module {one.module!r}", (at, list(one.shape), one.dtype)
+
         hint = "; names are those of the whole model: give names=whole_names(...), or ties=..."
-        _require_equal(outcome, forms, hint)
+        _require_equal(outcome, [dict(map(form, table)) for table in found], hint)
         return found
 
     def together(self, what: str, function: Callable[[], Any]) -> list[Any]:
         """Call ``function`` on every rank; its results, in order of ranks, as `gather` has them.
 
-        Raises:
-            CheckpointError: it raised on some rank; the same text on every rank, in the class of the first error.
+        Where it raised on some rank, raises CheckpointError with one text on all, in the class of the first error.
         """
-        result, failed = None, None
+        result, failed, told = None, None, None
         try:
             result = function()
         except Exception as error:  # noqa: BLE001 -- raised below, on all ranks
-            failed = error
-        outcomes = self.gather((result, None if failed is None else _told(failed)))
-        faults = [(rank, *told) for rank, (_, told) in enumerate(outcomes) if told is not None]
+            failed, kind = error, type(error).__name__
+            known = isinstance(error, CheckpointError)
+            told = (kind, str(error)) if known else (CheckpointError.__name__, f"{kind}: {error}")
+        outcomes = self.gather((result, told))
+        faults = [(rank, *fault) for rank, (_, fault) in enumerate(outcomes) if fault is not None]
         if faults:
             rank, kind, text = faults[0]
             others = [other for other, *_ in faults[1:]]
@@ -212,9 +191,3 @@ def reached(what: str = "") -> Iterator[None]:
         known = isinstance(error, CheckpointError)  # else of the process group
         text = str(error) if known else f"a rank of the job is gone, or does not save and load: {error}"
         raise CheckpointError(what + text) from error
-
-
-def _told(error: Exception) -> tuple[str, str]:
-    if isinstance(error, CheckpointError):
-        return type(error).__name__, str(error)
-    return CheckpointError.__name__, f"{type(error).__name__}: {error}"

@@ -1,24 +1,20 @@
 """The last background save of a script that ends without waiting for it: finished at exit, or reported as lost.
 
-The exit code of a process is fixed before `atexit` runs, with one documented exception: "If an error occurs in the
-cleanup after the Python interpreter has caught SystemExit (such as an error flushing buffered data in the standard
-streams), the exit status is changed to 120" (`sys.exit`). A lost save is such an error. So everything else that runs at
-exit still runs, which `os._exit` would cut off.
+The exit code of a process is fixed before `atexit` runs, but for "an error in the cleanup after the Python interpreter
+has caught SystemExit (such as an error flushing buffered data in the standard streams)", which makes it 120
+(`sys.exit`). A lost save is such an error, so everything else that runs at exit still runs, unlike after `os._exit`.
 """
 
 from __future__ import annotations
 
-import atexit
 import sys
 from concurrent.futures import Future
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final
 
 from pipegrid.stages.errors import CheckpointError
 
-EXIT_CODE: Final = 120
-"""The exit code of a process whose last save is lost: Python's own for an error in the cleanup at exit."""
+EXIT_CODE: Final = 120  # of a process whose last save is lost: Python's own for an error in the cleanup at exit
 _SILENT: Final = 5.0  # seconds that a process which ends waits without a word, or after an uncaught exception
 
 
@@ -39,12 +35,8 @@ class Pending:
                 self.future = None
 
 
-def finish_at_exit(pending: Pending, directory: Path, timeout: timedelta) -> None:
-    """Wait for ``pending`` at process exit, up to ``timeout``; a few seconds after an uncaught exception."""
-    atexit.register(_finish, pending, directory, timeout.total_seconds())
-
-
-def _finish(pending: Pending, directory: Path, timeout: float) -> None:
+def finish(pending: Pending, directory: Path, timeout: float) -> None:
+    """At process exit, wait for ``pending`` up to ``timeout`` seconds; a few after an uncaught exception."""
     future = pending.future
     if future is None:
         return

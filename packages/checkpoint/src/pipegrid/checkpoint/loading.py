@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -87,8 +87,7 @@ def load(job: CheckpointRanks, directory: Path, state: TrainingState, step: int 
 def verified(job: CheckpointRanks, path: Path) -> Manifest:
     """The manifest of a checkpoint, all of whose bytes are as saved; each is read by one rank.
 
-    Raises:
-        CorruptCheckpointError: some are not; on every rank, with the name of the tensor.
+    Else raises CorruptCheckpointError on every rank, with the name of the tensor.
     """
 
     def verify() -> Manifest:
@@ -113,7 +112,40 @@ def _fill(
         raise CheckpointMismatchError(f"{what}: no rank has the tensors {_some(unused)} of the checkpoint")
     same = tuple(stages_of(table) for table in tables) == found.ranks
     changed = job.gather([text for group in groups for text in group.changed])
-    job.each(what, lambda: _fill_rank(state, path, found, own, groups, job.rank, same_layout=same))
+
+    def fill() -> None:
+        prefix = f"random/{job.rank}/"
+        targets, states = optimizers.prepared(state.optimizers, own.owners, found)
+        randoms = {
+            key: torch.empty(entry.shape, dtype=dtype_of(entry.dtype))
+            for key, entry in found.tensors.items()
+            if same and key.startswith(prefix)
+        }
+        dcp.load(path, found, {**own.now(), **targets, **randoms})
+        for optimizer, parameter, loaded in states:  # one without a saved state has none
+            if loaded:
+                optimizer.state[parameter] = loaded
+            else:
+                optimizer.state.pop(parameter, None)
+        for group in groups:
+            group.group.update(group.options)
+        if state.scaler is not None and found.scaler is not None:
+            state.scaler.load_state_dict(from_plain(found.scaler))
+        data = from_plain(found.data)
+        if data is not None and hasattr(state.data, "load_state_dict"):
+            state.data.load_state_dict(data)
+        if not same:
+            derive(found.seed, found.step, job.rank)
+            for generator in state.generators.values():
+                generator.manual_seed(seed_of(generator.initial_seed(), found.step))
+            return
+        saved = {key.removeprefix(prefix): value for key, value in randoms.items()}
+        restore(of_tensors({kind: value for kind, value in saved.items() if not kind.startswith(OWN)}), own.device)
+        for name, generator in state.generators.items():
+            if f"{OWN}{name}" in saved:
+                generator.set_state(saved[f"{OWN}{name}"])
+
+    job.each(what, fill)
     if job.rank == 0 and (texts := list(dict.fromkeys(text for texts in changed for text in texts))):
         warnings.warn(
             f"{'; '.join(few(texts))}: the checkpoint's are used; to use the script's, set them after the load",
@@ -129,44 +161,6 @@ def _fill(
         same_layout=same,
         skipped=skipped,
     )
-
-
-def _fill_rank(
-    state: TrainingState,
-    path: Path,
-    found: Manifest,
-    own: StateTensors,
-    groups: Sequence[LoadedGroup],
-    rank: int,
-    *,
-    same_layout: bool,
-) -> None:
-    prefix = f"random/{rank}/"
-    targets, states = optimizers.prepared(state.optimizers, own.owners, found)
-    randoms = {
-        key: torch.empty(entry.shape, dtype=dtype_of(entry.dtype))
-        for key, entry in found.tensors.items()
-        if same_layout and key.startswith(prefix)
-    }
-    dcp.load(path, found, {**own.now(), **targets, **randoms})
-    optimizers.restore_states(states)
-    for group in groups:
-        group.group.update(group.options)
-    if state.scaler is not None and found.scaler is not None:
-        state.scaler.load_state_dict(from_plain(found.scaler))
-    data = from_plain(found.data)
-    if data is not None and hasattr(state.data, "load_state_dict"):
-        state.data.load_state_dict(data)
-    if same_layout:
-        saved = {key.removeprefix(prefix): value for key, value in randoms.items()}
-        restore(of_tensors({kind: value for kind, value in saved.items() if not kind.startswith(OWN)}), own.device)
-        for name, generator in state.generators.items():
-            if f"{OWN}{name}" in saved:
-                generator.set_state(saved[f"{OWN}{name}"])
-    else:
-        derive(found.seed, found.step, rank)
-        for generator in state.generators.values():
-            generator.manual_seed(seed_of(generator.initial_seed(), found.step))
 
 
 def _fitting(state: TrainingState, path: Path, found: Manifest) -> tuple[StateTensors, list[LoadedGroup], str | None]:

@@ -16,7 +16,7 @@ from pipegrid.checkpoint.job import CheckpointRanks, reached
 from pipegrid.checkpoint.state import optimizers
 from pipegrid.checkpoint.state.snapshot import Snapshot
 from pipegrid.checkpoint.stored import dcp, folder, manifest
-from pipegrid.checkpoint.stored.manifest import Manifest, TensorEntry
+from pipegrid.checkpoint.stored.manifest import FileEntry, Manifest, TensorEntry
 from pipegrid.stages.errors import CheckpointError
 from pipegrid.stages.generators import as_tensors
 
@@ -39,13 +39,9 @@ class Saver:
             self._begin(0, undo, what)
 
     def write(self, snapshot: Snapshot | Exception) -> None:
-        """Write a checkpoint; all ranks together.
+        """Write a checkpoint of the ``snapshot`` of each rank, or why it has none; all ranks together.
 
-        Args:
-            snapshot: of this rank, or why it has none.
-
-        Raises:
-            CheckpointError: it is not saved; on every rank, with the same text.
+        Raises CheckpointError where it is not saved: on every rank, with the same text.
         """
         told = self._job.together("the checkpoint is not saved", lambda: _step_and_form(snapshot))
         assert isinstance(snapshot, Snapshot)
@@ -119,17 +115,20 @@ def _require_seen(path: Path) -> None:
 
 
 def _describe(path: Path, plan: str | None, of_ranks: Sequence[Manifest]) -> None:
-    """Write the text of the plan, and the manifest of all ranks."""
     if plan is not None:
         folder.write(path / PLAN, plan)
     tensors: dict[str, TensorEntry] = {}
     for key, entry in (item for own in of_ranks for item in own.tensors.items()):
         chunks = tensors[key].chunks if key in tensors else ()
         tensors[key] = evolve(entry, chunks=(*chunks, *entry.chunks))
+    files: dict[str, FileEntry] = {}
+    for name in (dcp.METADATA, *([] if plan is None else [PLAN])):
+        length = (path / name).stat().st_size
+        files[name] = FileEntry(length, manifest.checksum_of(path / name, 0, length))
     found = evolve(
         of_ranks[0],
         tensors=tensors,
-        files={name: manifest.file_entry(path / name) for name in (dcp.METADATA, *([] if plan is None else [PLAN]))},
+        files=files,
         groups=optimizers.merged([own.groups for own in of_ranks]),
         values={key: value for own in of_ranks for key, value in own.values.items()},
         scaler=next((own.scaler for own in of_ranks if own.scaler is not None), None),

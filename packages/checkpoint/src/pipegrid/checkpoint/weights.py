@@ -28,8 +28,7 @@ from pipegrid.core.strict_json import read_json
 from pipegrid.stages.errors import CheckpointError, CorruptCheckpointError
 from pipegrid.stages.safetensors_files import CODES
 
-SHARD_SIZE: Final = "50GB"
-"""The default of transformers' ``save_pretrained``."""
+SHARD_SIZE: Final = "50GB"  # the default of transformers' ``save_pretrained``
 INDEX: Final = "model.safetensors.index.json"
 _TOGETHER = 2**28  # bytes of tensors in memory at a time
 _UNITS: Final = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -57,31 +56,25 @@ def load_safetensors(state: TrainingState, path: str | os.PathLike[str]) -> None
         >>> save_file({"weight": torch.ones(4, 4)}, "ones.safetensors")
         >>> load_safetensors(TrainingState(stages={"model": {0: stage}}), "ones.safetensors")
     """
-    from safetensors import SafetensorError
+    from safetensors import SafetensorError, safe_open
 
+    where = Path(path)
+    by_module: dict[str, list[Slot]] = {}
+    for slot in known_state(state).slots():
+        by_module.setdefault(slot.held.module, []).append(slot)
+    paths = sorted(where.glob("*.safetensors")) if where.is_dir() else [where]
     try:
-        _load(known_state(state), Path(path))
+        with ExitStack() as opened:
+            files = [opened.enter_context(safe_open(each, framework="pt")) for each in paths]
+            there = {name: file for file in files for name in file.keys()}  # noqa: SIM118 -- no mapping
+            for module, slots in by_module.items():
+                for slot, name in _found(module, slots, there, where.name):
+                    _fill(slot, name, there[name])
     except SafetensorError as error:
         raise CorruptCheckpointError(f"{path} is no safetensors file: {error}") from error
 
 
-def _load(state: TrainingState, path: Path) -> None:
-    from safetensors import safe_open
-
-    by_module: dict[str, list[Slot]] = {}
-    for slot in state.slots():
-        by_module.setdefault(slot.held.module, []).append(slot)
-    paths = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
-    with ExitStack() as opened:
-        files = [opened.enter_context(safe_open(each, framework="pt")) for each in paths]
-        there = {name: file for file in files for name in file.keys()}  # noqa: SIM118 -- no mapping
-        for module, slots in by_module.items():
-            for slot, name in _found(module, slots, there, path.name):
-                _fill(slot, name, there[name])
-
-
 def _found(module: str, slots: Sequence[Slot], there: Mapping[str, Any], file: str) -> list[tuple[Slot, str]]:
-    """The name of each slot in a file."""
     for prefix in ("", f"{module}."):
         named = [
             (slot, next((prefix + name for name in (slot.held.name, *slot.aliases) if prefix + name in there), None))
@@ -90,9 +83,8 @@ def _found(module: str, slots: Sequence[Slot], there: Mapping[str, Any], file: s
         found = [(slot, name) for slot, name in named if name is not None]
         if len(found) == len(slots):
             return found
-    missing = next(
-        slot.held.name for slot in slots if not {slot.held.name, f"{module}.{slot.held.name}"} & there.keys()
-    )
+    names = [slot.held.name for slot in slots]
+    missing = next(name for name in names if not {name, f"{module}.{name}"} & there.keys())
     raise CheckpointMismatchError(f"{file} has no {missing}, nor {module}.{missing}, for module {module!r}")
 
 
@@ -185,7 +177,6 @@ def export_safetensors(
 
 
 def _names(found: Manifest, module: str | None) -> dict[str, str]:
-    """The name in the file of each key."""
     if module is not None and module not in found.modules:
         raise CheckpointError(f"the checkpoint has no module {module!r}; it has {', '.join(found.modules)}")
     alone = module is not None or len(found.modules) == 1
@@ -198,7 +189,6 @@ def _names(found: Manifest, module: str | None) -> dict[str, str]:
 
 
 def _bytes_of(size: int | str) -> int:
-    """Bytes of ``"5GB"`` and its like."""
     parts = re.fullmatch(r"(\d+(?:\.\d+)?) *([KMG]I?B)?", str(size).upper())
     found = 0 if parts is None else int(float(parts[1]) * _UNITS[parts[2] or ""])
     if isinstance(size, bool) or found < 1:
@@ -207,7 +197,6 @@ def _bytes_of(size: int | str) -> int:
 
 
 def _shards(found: Manifest, names: Mapping[str, str], limit: int) -> dict[str, dict[str, str]]:
-    """The keys and names of each file, filled in order."""
     shards = [{key: names[key] for key in keys} for keys in _together(found, names, limit)]
     if len(shards) == 1:
         return {"model.safetensors": shards[0]}
@@ -233,9 +222,8 @@ def _beside(source: Path, stored: set[str]) -> dict[str, str | Path]:
     if not config.is_file():
         raise CheckpointError(f"source {source} has no config.json")
     without = {path for pattern in _NOT_BESIDE for path in source.glob(pattern)}
-    found: dict[str, str | Path] = {
-        path.name: path for pattern in _BESIDE for path in sorted(source.glob(pattern)) if path not in without
-    }
+    paths = [path for pattern in _BESIDE for path in sorted(source.glob(pattern)) if path not in without]
+    found: dict[str, str | Path] = {path.name: path for path in paths}
     floating = {name for name in stored if dtype_of(name).is_floating_point}
     try:
         content = read_json(config.read_text(), finite=False)  # Mamba's have Infinity
@@ -266,18 +254,15 @@ def _write(checkpoint: Path, found: Manifest, names: Mapping[str, str], target: 
     for key, name in names.items():
         entry = found.tensors[key]
         start, end = end, end + _nbytes(found, key)
-        header[name] = {
-            "dtype": CODES[dtype_of(entry.dtype)],
-            "shape": list(entry.shape),
-            "data_offsets": [start, end],
-        }
+        code = CODES[dtype_of(entry.dtype)]
+        header[name] = {"dtype": code, "shape": list(entry.shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     aside = target.with_name(f".{target.name}.part")
     with aside.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for keys in _together(found, names, _TOGETHER):
-            for tensor in _read(checkpoint, found, keys):
+            for tensor in _read(checkpoint, found, keys):  # no name: these are freed before the next ones are made
                 file.write(raw_bytes(tensor))
         file.flush()
         os.fsync(file.fileno())

@@ -8,11 +8,12 @@ from pipegrid.core.lazy import lazy_names
 
 if TYPE_CHECKING:
     from pipegrid.stages.assignment import Assignment, Tie, assign
-    from pipegrid.stages.comparison import Compared, StageComparison
+    from pipegrid.stages.comparison.compare import Compared, StageComparison
     from pipegrid.stages.cutting import check_stages, pipeline_stage
     from pipegrid.stages.dropout import DropoutMasks
     from pipegrid.stages.names import Names, find_names
-    from pipegrid.stages.proof import Boundary, CutProof, prove_cut
+    from pipegrid.stages.proof.boundaries import Boundary, CutProof
+    from pipegrid.stages.proof.proof import prove_cut
     from pipegrid.stages.slicing.slice_batches import sequence_slices
     from pipegrid.stages.stage import Stage, compile_layers
     from pipegrid.stages.ties import tie_stage_parameters, ties_of

@@ -15,9 +15,7 @@ from pipegrid.stages.names import ONLY, Names, find_names, layers_of
 from pipegrid.stages.torch_compat import extent_of, memory_of
 from pipegrid.topology import HyperCommGrid
 
-ELSEWHERE = -1
-"""The stage of parameters that another module of the job has."""
-
+ELSEWHERE = -1  # the stage of parameters that another module of the job has
 _ENDS = (LayerType.embedding, LayerType.loss)
 
 
@@ -139,11 +137,7 @@ def assign(model: nn.Module, layout: str | PipelineParallelLayerLayout, names: N
     parameters = (name for name, _ in model.named_parameters(remove_duplicate=False))
     stage_of_parameter = _stages_of(parameters, names, tuple(kinds.values()), stage_of_layer, layout)
     return Assignment(
-        len(layout.stages),
-        tuple(kinds.values()),
-        stage_of_layer,
-        stage_of_parameter,
-        _ties(model, stage_of_parameter),
+        len(layout.stages), tuple(kinds.values()), stage_of_layer, stage_of_parameter, _ties(model, stage_of_parameter)
     )
 
 
@@ -155,9 +149,7 @@ def pp_size(grid: HyperCommGrid) -> int:
 def places_on(layout: PipelineParallelLayerLayout, grid: HyperCommGrid, schedule: str | None) -> tuple[int, ...]:
     """The pp rank of each stage of ``layout`` under ``schedule``; None: one stage on each rank.
 
-    Raises:
-        CutError: the layout has other than pp x chunks stages, with the chunks that the schedule has on a rank.
-        PlanError: no schedule has that name.
+    Raises CutError for other than pp x chunks stages, with the schedule's chunks; PlanError for no schedule's name.
     """
     pp, count = pp_size(grid), len(layout.stages)
     chunks, rest = divmod(count, pp)

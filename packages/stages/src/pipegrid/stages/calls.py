@@ -8,8 +8,8 @@ from typing import Any, Final
 
 from torch import nn
 
+# Arguments that parts before the layers read; stages behind the first take them where their code differs without.
 PIXELS: Final = ("pixel_values", "input_features")
-"""Arguments that parts before the layers read; stages behind the first take them where their code differs without."""
 
 
 def dropped_by(model: nn.Module) -> tuple[str, ...]:

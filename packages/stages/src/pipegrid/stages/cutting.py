@@ -15,10 +15,10 @@ from pipegrid.layout import PipelineParallelLayerLayout
 from pipegrid.stages.assignment import Assignment, as_layout, assign, places_on, require_no_shared_memory
 from pipegrid.stages.building.build import planned, require_not_compiled, require_sizes, require_values
 from pipegrid.stages.calls import called_with
-from pipegrid.stages.comparison import StageComparison, compare
+from pipegrid.stages.comparison.compare import StageComparison, compare
 from pipegrid.stages.errors import CutError
 from pipegrid.stages.names import Names
-from pipegrid.stages.proof import Proofs
+from pipegrid.stages.proof.proof import Proofs
 from pipegrid.stages.stage import Stage
 from pipegrid.topology import HyperCommGrid
 from pipegrid.topology.world import resolve_rank
@@ -170,16 +170,15 @@ class _Cut:
         """The model with the parameters of the stages, its assignment, and the proofs of the cut."""
         proofs: Proofs | None = None
         if not isinstance(model, nn.Module):
-            first = planned(model)
-            assignment = self._assigned(first.model)
-            proofs = None if batch is None else self._proved(first.model, assignment, batch)
-            model = first.build(self._own(assignment))
+            first, build = planned(model)
+            assignment = self._assigned(first)
+            proofs = None if batch is None else self._proved(first, assignment, batch)
+            model = build(self._own(assignment))
         assignment = self._assigned(model)
         require_values(model, self._own(assignment))
         return model, assignment, proofs or self._proved(model, assignment, batch)
 
     def _assigned(self, whole: nn.Module) -> Assignment:
-        """The assignment of a model that can be cut so."""
         require_sizes(whole)
         require_not_compiled(whole)
         assignment = assign(whole, self.layout, self.names)
@@ -193,7 +192,6 @@ class _Cut:
         return assignment
 
     def _own(self, assignment: Assignment) -> set[str]:
-        """The names of the parameters of the stages."""
         return {name for number in self.numbers for name in assignment.parameters(number)}
 
     def _proved(self, whole: nn.Module, assignment: Assignment, batch: Any) -> Proofs:
@@ -202,11 +200,6 @@ class _Cut:
         if batch is not None:
             proofs.require(whole, *called_with(batch), None)
         return proofs
-
-    @property
-    def can_make(self) -> bool:
-        """Whether there is a function that makes the whole model."""
-        return self.make is not None
 
     def __call__(self, batch: Any) -> None:
         """`check_stages` of a call of stage 0."""

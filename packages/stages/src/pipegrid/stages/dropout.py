@@ -52,8 +52,13 @@ class DropoutMasks:
 
     def apply(self, model: nn.Module, *, names: Names | None = None) -> None:
         """Seed the forwards of a stage of `pipeline_stage`, or of a model with one list of layers (in ``names``)."""
-        before = model.assignment.before(model.number) if isinstance(model, Stage) else 0
-        layers = model.layers if isinstance(model, Stage) else _layers_of(model, names)
+        if isinstance(model, Stage):
+            before, layers = model.assignment.before(model.number), model.layers
+        else:
+            lists = find_names(model, names).layers.values()
+            if len(lists) != 1:
+                raise CutError(f"{type(model).__name__} has {len(lists)} lists of layers; masks are those of one")
+            before, layers = 0, layers_of(model, next(iter(lists)))
         model.current_replica = None  # type: ignore[assignment]  # set by the step functions
         for number, layer in enumerate(layers, start=before + 1):
             model.get_submodule(layer).register_forward_pre_hook(_seeding(number))
@@ -69,34 +74,22 @@ class DropoutMasks:
         text = f"{self.seed} {self.step} {self.lane if replica is None else replica} {microbatch}"
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=5).digest(), "big") << _LAYERS_BITS
 
-    def _begin(self, model: nn.Module, args: Any) -> None:
-        """Seed a forward at its start."""
-        del args
+    def _begin(self, model: nn.Module, _: Any) -> None:
         self._states.append(capture_torch())
         if getattr(model, "current_slice", None) is not None:
             raise CutError("DropoutMasks draws the masks of whole microbatches; leave it out where slices run")
         microbatch = model.current_microbatch if isinstance(model, Stage) else self.microbatch
         torch.manual_seed(self.base(microbatch, getattr(model, "current_replica", None)))
 
-    def _end(self, model: nn.Module, args: Any, result: Any) -> None:
-        """Give the script's generators back."""
-        del model, args, result
-        restore(self._states.pop())
-
-
-def _layers_of(model: nn.Module, names: Names | None) -> tuple[str, ...]:
-    lists = find_names(model, names).layers.values()
-    if len(lists) != 1:
-        raise CutError(f"{type(model).__name__} has {len(lists)} lists of layers; masks are those of one")
-    return layers_of(model, next(iter(lists)))
+    def _end(self, *_: Any) -> None:
+        restore(self._states.pop())  # the script's own
 
 
 def _seeding(number: int) -> Any:
     """A hook that seeds what comes after it: layer ``number`` (from 1), or what is behind the layers."""
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def seed(layer: nn.Module, *_: Any) -> None:
-        del layer
+    def seed(*_: Any) -> None:
         torch.manual_seed((torch.initial_seed() >> _LAYERS_BITS << _LAYERS_BITS) | number)
 
     return seed

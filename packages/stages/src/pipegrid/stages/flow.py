@@ -16,9 +16,7 @@ from pipegrid.stages.errors import CutError
 from pipegrid.stages.skeleton import Leave, StageRun, first_tensor
 from pipegrid.stages.torch_compat import first_parameter, nan_like, tensors_in, tree_map_only
 
-_STATES = ("hidden_states", "attentions")
-"""Outputs with an entry for each layer, of which a stage has those of its own layers."""
-_TOGETHER = "cut the model such that all that it uses together is on one stage"
+_STATES = ("hidden_states", "attentions")  # outputs with an entry for each layer, of which a stage has its own
 
 
 class StageFlow:
@@ -51,9 +49,8 @@ class StageFlow:
             self.leaves.register_forward_hook(run.pass_on if self.after == self.encoders else run.leave)
             self.leaves = None
         encoded, arrived = self._encoded_of(received) if self.encoders else None, received
-        if (
-            run.needs.writes
-        ):  # in place: to what arrived, of which the stage sends some on, or to the batch of other stages
+        # In place: to what arrived, of which the stage sends some on, or to the batch of other stages.
+        if run.needs.writes:
             arrived, args, kwargs = tree_map_only(Tensor, _once(Tensor.clone), (received, args, kwargs))
         run.received, run.entered, run.left = self._hidden_of(arrived) if self.encoders else arrived, False, None
         place = self._parameter
@@ -76,7 +73,8 @@ class StageFlow:
             if "meta" not in str(error):
                 raise
             raise CutError(
-                f"the forward of {type(self.whole).__name__} reads a parameter of another stage: {error}; {_TOGETHER}"
+                f"the forward of {type(self.whole).__name__} reads a parameter of another stage: {error}; cut "
+                "the model such that all that it uses together is on one stage"
             ) from error
         finally:
             if hook is not None:
@@ -124,7 +122,10 @@ class StageFlow:
         prefix, encoded = "", self._encoded_of(received)
         if encoded is not None:
             prefix = "decoder_"
-            kwargs["encoder_outputs"] = run.encoder_outputs(encoded)
+            kwargs["encoder_outputs"] = (encoded,)
+            if run.needs.encoder is not None:  # it returns a dict
+                kind, key = run.needs.encoder
+                kwargs["encoder_outputs"] = kind(**{key: encoded})
             if self.before == self.encoders:
                 return
         if f"{prefix}inputs_embeds" in self.accepted:

@@ -118,7 +118,12 @@ def derive(seed: int, step: int, rank: int) -> None:
     """Seed all generators for a run in another layout: a function of the saved seed, the step and the rank."""
     derived = seed_of(seed, step, rank)
     torch.manual_seed(derived)
-    random.seed(derived)
+    seed_host(derived)
+
+
+def seed_host(seed: int) -> None:
+    """Seed Python's generator and, where it is in use, numpy's."""
+    random.seed(seed)
     numpy: Any = sys.modules.get("numpy.random")
     if numpy is not None:
-        numpy.seed(derived % 2**32)
+        numpy.seed(seed % 2**32)

@@ -21,7 +21,7 @@ import sys
 import types
 import warnings
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,8 @@ from torch import Tensor, nn
 _PLAIN = {"builtins", "types", "collections", "argparse", "functools", "random"}
 _OPAQUE = (sys.stdlib_module_names - _PLAIN - {"__main__"}) | {"torch", "numpy", "pipegrid", "attr"}
 _ATOMS = (str, bytes, int, float, complex, type(None), torch.dtype, torch.device, types.CodeType)
+_WRAPS: Any = types.MethodType | staticmethod | classmethod | property | functools.cached_property | functools.partial
+_INNER = ("__func__", "__self__", "fget", "func", "args", "keywords", "__wrapped__")  # what these hold
 _UNSET = ("__dict__", "__weakref__", "__doc__")
 _MISSING: Any = object()
 _HEAP = 1 << 9  # of the flags of a class: made by Python code
@@ -43,11 +45,7 @@ class HostState:
     """The state on the host that the code of ``roots``, models or functions that make them, can reach now.
 
     An iterator that Python cannot copy, such as a running generator function, is replaced by one that gives
-    the same values and can be copied.
-
-    Args:
-        roots: models, or functions that make them.
-        only: save objects of this type alone.
+    the same values and can be copied. ``only``: save objects of this type alone.
     """
 
     def __init__(self, *roots: Any, only: type = object) -> None:
@@ -116,11 +114,8 @@ class HostState:
     def _states(self, value: Any) -> Iterator[_State]:
         """The parts of an object that can change."""
         kind = type(value)
-        if (
-            not _is_opaque(kind.__module__)
-            and not self._is_followed(kind.__module__)
-            and not isinstance(value, nn.Module)
-        ):
+        known = _is_opaque(kind.__module__) or self._is_followed(kind.__module__)
+        if not known and not isinstance(value, nn.Module):
             return
         for kinds, read, write in _CONTAINERS:
             if isinstance(value, kinds) and getattr(kind, "__getitem__", None) in _GETS:
@@ -132,11 +127,11 @@ class HostState:
             for cell in value.__closure__ or ():
                 yield functools.partial(_in_cell, cell), functools.partial(_set_cell, cell)
             if self._is_followed(value.__globals__.get("__name__")):
-                names = _globals_in(value.__code__)
-                yield from self._globals(
-                    value.__globals__, (names & value.__globals__.keys()) | _set_by(value.__code__)
-                )
-                yield from self._imported(value.__globals__, names)
+                names, stored = _globals_in(value.__code__)
+                yield _names_in(value.__globals__, (names & value.__globals__.keys()) | stored)
+                for module in map(value.__globals__.__getitem__, names & value.__globals__.keys()):
+                    if isinstance(module, types.ModuleType) and self._is_followed(module.__name__):
+                        yield _names_in(vars(module), names & vars(module).keys())
         elif isinstance(value, nn.Module):
             for name in ("_parameters", "_buffers"):
                 table = vars(value)[name]
@@ -155,21 +150,6 @@ class HostState:
             for name in _slots(kind):
                 yield lambda name=name: (getattr(value, name, _MISSING),), functools.partial(_set_slot, value, name)  # type: ignore[misc]
 
-    def _globals(self, namespace: dict[str, Any], names: frozenset[str]) -> Iterator[_State]:
-        """The values of ``names`` in a Python module."""
-        yield (
-            lambda: {name: namespace.get(name, _MISSING) for name in names},
-            functools.partial(_set_names, namespace),
-        )
-
-    def _imported(self, namespace: dict[str, Any], names: frozenset[str]) -> Iterator[_State]:
-        """The values of ``names`` in the Python modules that have one of these names."""
-        for name in names & namespace.keys():
-            module = namespace[name]
-            if isinstance(module, types.ModuleType) and self._is_followed(module.__name__):
-                inner = frozenset(names & vars(module).keys())
-                yield from self._globals(vars(module), inner)
-
     def _beside(self, value: Any) -> Iterable[Any]:
         """Objects that are reached through one besides those that it can change."""
         kind = type(value)
@@ -179,21 +159,11 @@ class HostState:
             return value
         if isinstance(value, types.FunctionType):
             return (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values(), value.__dict__)
-        if isinstance(value, types.MethodType):
-            return value.__func__, value.__self__
-        if isinstance(value, (staticmethod, classmethod)):
-            return (value.__func__,)
-        if isinstance(value, (property, functools.cached_property)):
-            return (getattr(value, "fget", None), getattr(value, "func", None))
-        if isinstance(value, functools.partial):
-            return value.func, value.args, value.keywords
-        if hasattr(kind, "cache_clear"):
-            return (getattr(value, "__wrapped__", None),)
+        if isinstance(value, _WRAPS) or hasattr(kind, "cache_clear"):
+            return [getattr(value, name, None) for name in _INNER]
         if isinstance(value, nn.Module) or self._is_followed(kind.__module__):
-            return (
-                kind,
-                *([vars(value)] if hasattr(value, "__dict__") and not isinstance(value, types.ModuleType) else []),
-            )
+            has_own = hasattr(value, "__dict__") and not isinstance(value, types.ModuleType)
+            return (kind, vars(value)) if has_own else (kind,)
         return ()
 
 
@@ -255,18 +225,21 @@ def _is_same(one: Any, other: Any) -> bool:
 
 
 @functools.lru_cache(4096)
-def _globals_in(code: types.CodeType) -> frozenset[str]:
-    """The globals that a function reads or sets, and its attributes' names, which may be those of a Python module."""
-    return frozenset(code.co_names).union(
-        *(_globals_in(one) for one in code.co_consts if isinstance(one, types.CodeType))
-    )
+def _globals_in(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
+    """A function's globals and attributes, whose names may be those of a Python module; the globals that it sets."""
+    names = set(code.co_names)
+    stored = {one.argval for one in dis.get_instructions(code) if one.opname == "STORE_GLOBAL"}
+    for inner in code.co_consts:
+        if isinstance(inner, types.CodeType):
+            inner_names, inner_stored = _globals_in(inner)
+            names |= inner_names
+            stored |= inner_stored
+    return frozenset(names), frozenset(stored)
 
 
-@functools.lru_cache(4096)
-def _set_by(code: types.CodeType) -> frozenset[str]:
-    """The globals that a function sets."""
-    own = {one.argval for one in dis.get_instructions(code) if one.opname == "STORE_GLOBAL"}
-    return frozenset(own).union(*(_set_by(one) for one in code.co_consts if isinstance(one, types.CodeType)))
+def _names_in(namespace: dict[str, Any], names: Collection[str]) -> _State:
+    """The values of ``names`` in a Python module."""
+    return lambda: {name: namespace.get(name, _MISSING) for name in names}, functools.partial(_set_names, namespace)
 
 
 def _slots(kind: type) -> Iterator[str]:
@@ -290,12 +263,12 @@ def _set_dict(target: dict[Any, Any], contents: dict[Any, Any]) -> None:
 
 
 def _set_list(target: list[Any] | bytearray, contents: tuple[Any, ...]) -> None:
-    target[:] = contents
+    target[:] = contents  # a bytearray whose memory others share cannot be cleared
 
 
 def _set_collected(target: Any, contents: tuple[Any, ...]) -> None:
     target.clear()
-    (target.extend if isinstance(target, deque) else target.update)(contents)
+    (target.update if isinstance(target, set) else target.extend)(contents)
 
 
 def _set_class(kind: type, contents: dict[str, Any]) -> None:

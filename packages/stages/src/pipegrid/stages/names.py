@@ -15,8 +15,7 @@ from pipegrid.core.fields import Name, checked_fields, shown
 from pipegrid.stages.errors import CutError
 from pipegrid.stages.torch_compat import children_of
 
-ONLY: Final = "layers"
-"""The kind of a model with one list of layers: whichever kind its layout has."""
+ONLY: Final = "layers"  # the kind of a model with one list of layers: whichever kind its layout has
 
 
 def _by_kind(layers: str | Mapping[str, str]) -> Mapping[str, str]:
@@ -52,7 +51,7 @@ class Names:
     elsewhere: tuple[Name, ...] = ()
 
 
-TABLE: Final = (
+TABLE: Final = (  # Hugging Face's names, the more specific ones first
     Names({"encoder": "encoder.block", "decoder": "decoder.block"}),  # T5
     Names(  # BART, Whisper; BART registers the embedding's norms after its layers
         {"encoder": "model.encoder.layers", "decoder": "model.decoder.layers"},
@@ -60,14 +59,11 @@ TABLE: Final = (
     ),
     Names(  # Llama, Qwen, Mistral, Gemma, Phi; Gemma 3n registers what makes its inputs of each layer after the layers
         "model.layers",
-        embedding=tuple(
-            f"model.{part}"
-            for part in (
-                "embed_tokens_per_layer",
-                "per_layer_model_projection",
-                "per_layer_projection_norm",
-                "altup_projections",
-            )
+        embedding=(
+            "model.embed_tokens_per_layer",
+            "model.per_layer_model_projection",
+            "model.per_layer_projection_norm",
+            "model.altup_projections",
         ),
     ),
     # LLaVA, Qwen-VL: the vision tower runs before the layers.
@@ -82,13 +78,9 @@ TABLE: Final = (
     Names("layers"),  # ViT, the encoder of Whisper, Llama without its head
     Names("h"),  # GPT-2 without its head
 )
-"""Hugging Face's names, the more specific ones first."""
 
-_INSIDE: Final = ("", "base_model.", "base_model.model.")
-"""Where a model of the table is: itself, or inside of PEFT's, whose prompts have no tuner around the model."""
-_PROMPTS: Final = "prompt_encoder"
-"""PEFT registers it after the model, and it runs before the layers."""
-
+_INSIDE: Final = ("", "base_model.", "base_model.model.")  # where a model of the table is: itself, or inside of PEFT's
+_PROMPTS: Final = "prompt_encoder"  # PEFT registers it after the model, and it runs before the layers
 _BESIDE: Final = ("embedding", "head", "elsewhere")
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
@@ -110,7 +102,9 @@ def find_names(model: nn.Module, given: Names | None = None, num_layers: int | N
     for prefix in _INSIDE:
         for names in TABLE:
             if {f"{prefix}{path}" for path in names.layers.values()} <= lists:
-                return _under(prefix, names, (_PROMPTS,) if prefix and hasattr(model, _PROMPTS) else ())
+                beside = {kind: tuple(f"{prefix}{part}" for part in getattr(names, kind)) for kind in _BESIDE}
+                beside["embedding"] += (_PROMPTS,) if prefix and hasattr(model, _PROMPTS) else ()
+                return Names({kind: f"{prefix}{path}" for kind, path in names.layers.items()}, **beside)
     candidates = dict(_candidates(model))
     if len(candidates) > 1:
         candidates = {path: layers for path, layers in candidates.items() if len(layers) == num_layers}
@@ -136,19 +130,9 @@ def _candidates(model: nn.Module) -> Iterator[tuple[str, list[nn.Module]]]:
         if outer and name.startswith(f"{outer}."):
             continue
         outer, layers = name, list(part.children())
-        if (
-            len(layers) > 1
-            and len({type(layer) for layer in layers}) == 1
-            and any(True for _ in layers[0].parameters())
-        ):
+        alike = len(layers) > 1 and len({type(layer) for layer in layers}) == 1
+        if alike and next(layers[0].parameters(), None) is not None:
             yield name, layers
-
-
-def _under(prefix: str, names: Names, prompts: tuple[str, ...]) -> Names:
-    """The names of a model that another module has under ``prefix``, and ``prompts`` beside it."""
-    beside = {kind: tuple(f"{prefix}{part}" for part in getattr(names, kind)) for kind in _BESIDE}
-    beside["embedding"] += prompts
-    return Names({kind: f"{prefix}{path}" for kind, path in names.layers.items()}, **beside)
 
 
 def _known(model: nn.Module, names: Names) -> Names:

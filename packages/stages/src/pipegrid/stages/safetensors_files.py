@@ -18,7 +18,7 @@ from torch import Tensor
 from pipegrid.core.strict_json import read_json
 from pipegrid.stages.errors import CorruptCheckpointError
 
-CODES: Final = {
+CODES: Final = {  # the format's name of each dtype
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -32,7 +32,6 @@ CODES: Final = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-"""The format's name of each dtype."""
 _DTYPES: Final = {code: dtype for dtype, code in CODES.items()}
 _BLOCK = 2**22
 _LARGE = 2**16  # bytes from which memory has pages of its own
@@ -41,30 +40,24 @@ _PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 
 @frozen
 class Stored:
-    """A tensor in a file.
-
-    Attributes:
-        start: of its bytes, from the beginning of the file.
-    """
+    """A tensor in a file."""
 
     path: Path
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    start: int
+    start: int  # of its bytes, from the beginning of the file
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the values."""
+        """Of the values."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def read(self) -> Tensor:
         """The values. No page of the file is mapped: the memory is anonymous, and goes back to the system when freed.
 
-        malloc would keep it: between tensors that stay, those that are freed once they are cast leave holes.
-
-        Raises:
-            CorruptCheckpointError: the file has become shorter.
+        malloc would keep it: between tensors that stay, those that are freed once they are cast leave holes. Raises
+        CorruptCheckpointError where the file has become shorter.
         """
         if not self.nbytes:
             return torch.empty(self.shape, dtype=self.dtype)
@@ -96,12 +89,9 @@ class Stored:
 
 
 def stored_in(path: str | os.PathLike[str]) -> dict[str, Stored]:
-    """The tensors of a file by name; only its header is read.
+    """The tensors of a file by name, without those of dtypes that are not in `CODES`; only its header is read.
 
-    Tensors of dtypes that torch or this module does not have are left out.
-
-    Raises:
-        CorruptCheckpointError: it is no safetensors file, or not all of one.
+    Raises CorruptCheckpointError where it is no safetensors file, or not all of one.
     """
     from safetensors import SafetensorError, safe_open
 

@@ -40,61 +40,35 @@ class Leave(Exception):  # noqa: N818 -- no error: the own part is done
 
 @frozen
 class Needs:
-    """The facts of a call that the stages need, from the trace of the whole model.
+    """The facts of a call that the stages need, from the trace of the whole model."""
 
-    Attributes:
-        absent: places in the model's output of what the last stage cannot make.
-        writes: the model writes in place to what its parts return, or to its batch; also where no trace has shown it.
-        dicts: the stages that receive a dict; None where no trace has shown it.
-        encoder: where the encoder returns a dict, its type and the key of the encoder's output.
-        longer: the model's own code puts other tokens beside those of the ids, as prompt tuning does.
-        skips: the values that stages hand on past others; None where there are none.
-        full: the stages behind the first whose code reads what only parts before the layers take otherwise (`PIXELS`).
-        beside: the parts that run beside layers of other stages, for the stages that use what they return.
-    """
-
-    absent: tuple[str, ...] = ()
-    writes: bool = True
-    dicts: frozenset[int] | None = None
-    encoder: tuple[type, str] | None = None
-    longer: bool = False
-    skips: Skips | None = None
-    full: frozenset[int] = frozenset()
-    beside: frozenset[str] = frozenset()
+    absent: tuple[str, ...] = ()  # places in the model's output of what the last stage cannot make
+    writes: bool = True  # in place to what parts return, or to the batch; also where no trace has shown it
+    dicts: frozenset[int] | None = None  # the stages that receive a dict; None where no trace has shown it
+    encoder: tuple[type, str] | None = None  # where it returns a dict: its type, and the key of its output
+    longer: bool = False  # the model's own code puts other tokens beside those of the ids, as prompt tuning does
+    skips: Skips | None = None  # the values that stages hand on past others; None where there are none
+    full: frozenset[int] = frozenset()  # stages behind the first whose code differs without `PIXELS`
+    beside: frozenset[str] = frozenset()  # parts that run beside layers of other stages, which use them
 
 
 @define(eq=False)
 class StageRun:
-    """The forward that is running on a stage.
+    """The forward that is running on a stage."""
 
-    Attributes:
-        received: what the last layer of the stage before returned; None on the first.
-        entered: the first part after the embedding has run.
-        left: what the last own layer returned.
-        encoded: the encoder's output, of a model that has one.
-        needs: what the trace of the whole model has shown. Where that writes in place to what its parts return, what
-            the stage replaces has memory of its own, and what it sends is kept from the model's own code.
-        device: of the stage, in a forward.
-        real: the parts of other stages that run here, as their parameters came with a microbatch.
-        given: the parts of other stages whose results came.
-    """
-
-    received: Any = None
-    entered: bool = False
-    left: Any = None
-    encoded: Any = None
+    received: Any = None  # what the last layer of the stage before returned; None on the first
+    entered: bool = False  # the first part after the embedding has run
+    left: Any = None  # what the last own layer returned
+    encoded: Any = None  # the encoder's output, of a model that has one
+    # where the model writes in place, what the stage replaces has memory of its own, and what it sends is kept from it
     needs: Needs = field(factory=Needs)
-    device: torch.device | None = None
-    real: Collection[str] = ()
-    given: Collection[str] = ()
-
-    def hidden(self) -> Tensor:
-        """The hidden states of what was received."""
-        return first_tensor(self.received)
+    device: torch.device | None = None  # of the stage, in a forward
+    real: Collection[str] = ()  # the parts of other stages that run here, as their parameters came with a microbatch
+    given: Collection[str] = ()  # the parts of other stages whose results came
 
     def stand_in(self, like: Tensor) -> Tensor:
         """NaN in place of ``like``, in the dtype of the hidden states: a ghost does not know that of FSDP2."""
-        hidden = like if self.received is None else self.hidden()
+        hidden = like if self.received is None else first_tensor(self.received)
         device = self.device if hidden.is_meta and self.device is not None else hidden.device
         made = nan_like(like.to(hidden.dtype) if like.is_meta and like.is_floating_point() else like, device)
         return made.clone() if self.needs.writes else made
@@ -109,16 +83,8 @@ class StageRun:
                 with Shapes(self.device):
                     return part(*args, **kwargs)
 
-    def encoder_outputs(self, encoded: Tensor) -> Any:
-        """The encoder's output, as the encoder returns it."""
-        if self.needs.encoder is None:
-            return (encoded,)
-        kind, key = self.needs.encoder
-        return kind(**{key: encoded})
-
-    def enter(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+    def enter(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
         """Hook of the first layer of the model: on a stage without the embedding, it takes what arrived."""
-        del layer
         if self.received is None or self.entered:
             return None
         self.entered = True
@@ -126,20 +92,17 @@ class StageRun:
             return (self.received, *args[1:]), kwargs
         return args, {**kwargs, next(iter(kwargs)): self.received}
 
-    def pass_on(self, layer: nn.Module, args: Any, result: Any) -> None:
+    def pass_on(self, _layer: nn.Module, _args: Any, result: Any) -> None:
         """Hook of the last own layer, of a stage that ends with the encoder."""
-        del layer, args
         self.left = result
 
-    def leave(self, layer: nn.Module, args: Any, result: Any) -> Any:
+    def leave(self, _layer: nn.Module, _args: Any, result: Any) -> Any:
         """Hook of the last own layer: what is sent is kept from the model's own code, which runs on to its end here."""
-        del layer, args
         self.left = result
         return tree_map_only(Tensor, lambda one: one.detach().clone(), result) if self.needs.writes else None
 
-    def encode(self, encoder: nn.Module, args: Any, result: Any) -> None:
+    def encode(self, _encoder: nn.Module, _args: Any, result: Any) -> None:
         """Hook of the encoder."""
-        del encoder, args
         self.encoded = result[0].clone() if self.needs.writes else result[0]
 
 
@@ -183,9 +146,8 @@ class Ghost(Tensor):
         return made
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(cls, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Take a stand-in on the device of the stage where the shape decides; else run on the meta device."""
-        del types
         kwargs, name = kwargs or {}, func.__name__
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 -- as torch documents for subclasses
             first = next(one for one in tree_leaves((args, kwargs)) if isinstance(one, cls))
@@ -197,13 +159,11 @@ class Ghost(Tensor):
             return func(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Ghost:
-        """A ghost for the copy of the stage."""
         made: Ghost = memo.setdefault(id(self), Ghost.of(self, copy.deepcopy(self.run, memo), earlier=self.earlier))
         return made
 
 
 def _ghost_of(part: nn.Module, run: StageRun, *, earlier: bool) -> nn.Module:
-    """A copy of ``part`` whose tensors are ghosts."""
     made = meta_copy(part, buffers=True)
     ghosts: dict[int, tuple[Ghost, Tensor]] = {}  # what is in two places stays one
     for module in made.modules():
@@ -225,11 +185,11 @@ class Placeholder(nn.Module):
         self.name, self.run, self.earlier, self.training = name, run, earlier, part.training
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or "ghost" not in self.__dict__:
-            return super().__getattr__(name)
         try:
             return super().__getattr__(name)
         except AttributeError:
+            if name.startswith("__") or "ghost" not in self.__dict__:
+                raise
             return getattr(self.__dict__["ghost"], name)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
@@ -311,19 +271,15 @@ class ParametersPlaceholder(PartPlaceholder):
     """A list or dict of parameters on another stage, of which the model's own code takes entries."""
 
     def __getitem__(self, key: Any) -> Any:
-        """As of the part."""
         return self.__dict__["ghost"][key]
 
     def __len__(self) -> int:
-        """As of the part."""
         return len(self.__dict__["ghost"])
 
     def __iter__(self) -> Iterator[Any]:
-        """As of the part."""
         return iter(self.__dict__["ghost"])
 
     def __contains__(self, key: object) -> bool:
-        """As of the part."""
         return key in self.__dict__["ghost"]
 
 

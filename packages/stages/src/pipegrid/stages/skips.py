@@ -7,7 +7,7 @@ the part. Another stage has a stand-in for the part, and where it uses the value
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,17 +22,11 @@ from pipegrid.stages.torch_compat import TABLES, copied, mapped_by_place, mappin
 
 @frozen(order=True)
 class Value:
-    """A tensor that a part of the model returns, or a parameter.
+    """A tensor that a part of the model returns, or a parameter."""
 
-    Attributes:
-        part: its dotted name; the name of a parameter.
-        call: of the part in a forward, from 0; -1 of a parameter.
-        place: in what it returns, such as ``[0]``, or among its arguments (`place_in`).
-    """
-
-    part: str
-    call: int = -1
-    place: str = ""
+    part: str  # its dotted name; the name of a parameter
+    call: int = -1  # of the part in a forward, from 0; -1 of a parameter
+    place: str = ""  # in what it returns, such as ``[0]``, or among its arguments (`place_in`)
 
     @property
     def is_parameter(self) -> bool:
@@ -51,58 +45,38 @@ def place_in(argument: str, key: object) -> str:
 
 @frozen(eq=False)
 class Skips:
-    """The values of a call that stages use past those between.
+    """The values of a call that stages use past those between."""
 
-    Attributes:
-        uses: of each value.
-        held: by stage, the values that are in what the stage before sends, each with its place among the tensors there.
-        inside: of the parts among them that are inside of layers, and have hooks of the model's own code, in the order
-            in which they run: what they return, with scalars in place of tensors.
-        filled: of the layers among them that put entries into mappings among their arguments: these, by argument and
-            key, likewise.
-        names: of the parameters among them, all names, by the first.
-    """
-
-    uses: Mapping[Value, Uses]
+    uses: Mapping[Value, Uses]  # of each value
+    # by stage, the values that are in what the stage before sends, each with its place among the tensors there
     held: Mapping[int, Mapping[Value, int]] = field(factory=dict)
+    # of the parts among them that are inside of layers, and have hooks of the model's own code, in the order in
+    # which they run: what they return, with scalars in place of tensors
     inside: Mapping[str, Any] = field(factory=dict)
+    # of the layers among them that put entries into mappings among their arguments: these, by argument and key,
+    # likewise
     filled: Mapping[str, Mapping[str, Mapping[Any, Any]]] = field(factory=dict)
-    names: Mapping[str, Sequence[str]] = field(factory=dict)
+    names: Mapping[str, Sequence[str]] = field(factory=dict)  # of the parameters among them, all names, by the first
 
     def there(self, stage: int) -> set[Value]:
         """The values that a stage has, by whatever way."""
-        return {
-            value for value, one in self.uses.items() if stage == one.source or stage in one.users or stage in one.held
-        }
+        return {value for value, one in self.uses.items() if stage in (one.source, *one.users, *one.held)}
 
 
 @define(eq=False)
 class SkipCarrier:
-    """Takes and gives the values of one stage, in one forward after the other.
+    """Takes and gives the values of one stage, in one forward after the other."""
 
-    Attributes:
-        whole: the stage's modules.
-        stage: its number.
-        placement: the position of each stage.
-        hosts: of each stage, what its position shares with those near it; None: values go straight to each position.
-        skips: of the running call.
-        arrived: by edge, the values received for this forward; None in a step without such edges.
-        values: of this stage, in the running forward.
-        copies: the model writes in place to what its parts return.
-        real: the parts of other stages that run here, as their parameters came.
-        given: the parts whose results came from other stages.
-    """
-
-    whole: nn.Module
+    whole: nn.Module  # the stage's modules
     stage: int
-    placement: Sequence[int]
-    skips: Skips | None = None
-    arrived: Mapping[Edge, Sequence[Tensor | None]] | None = None
-    hosts: Sequence[Hashable] | None = None
-    values: dict[Value, Tensor] = field(factory=dict, init=False)
-    copies: bool = False
-    real: set[str] = field(factory=set)
-    given: set[str] = field(factory=set)
+    placement: Sequence[int]  # the position of each stage
+    skips: Skips | None = None  # of the running call
+    arrived: Mapping[Edge, Sequence[Tensor | None]] | None = None  # by edge; None in a step without such edges
+    hosts: Sequence[Hashable] | None = None  # what a stage's position shares with others; None: values go straight
+    values: dict[Value, Tensor] = field(factory=dict, init=False)  # of this stage, in the running forward
+    copies: bool = False  # the model writes in place to what its parts return
+    real: set[str] = field(factory=set)  # the parts of other stages that run here, as their parameters came
+    given: set[str] = field(factory=set)  # the parts whose results came from other stages
     _tables: list[tuple[dict[str, Any], str, Any]] = field(factory=list, init=False)
     _calls: Counter[str] = field(factory=Counter, init=False)
     _hooked: set[str] = field(factory=set, init=False)
@@ -112,8 +86,7 @@ class SkipCarrier:
     def begin(self, skips: Skips, received: Any, *, copies: bool) -> None:
         """Before a forward: take what came by edges, and what is in the hidden states.
 
-        Raises:
-            CutError: another number of values came than the call has.
+        Raises CutError where another number of values came than the call has.
         """
         if self.arrived is None:
             parameters = [value for value in skips.uses if value.is_parameter]
@@ -169,10 +142,7 @@ class SkipCarrier:
             hook(partial(self._returned, part), prepend=part in skips.inside, with_kwargs=True)
 
     def _stand_in(self, part: str, result: Any) -> None:
-        """Have the stand-in of a layer call a module inside of it, for the hooks that the model's own code puts there.
-
-        ``result``: what the module returns, with scalars in place of tensors.
-        """
+        """Have a layer's stand-in call a module inside of it, which returns ``result``, for hooks of the model."""
         path, layer = part.split("."), self.whole
         while "ghost" not in vars(layer):
             layer = layer._modules[path.pop(0)]  # type: ignore[assignment]  # noqa: SLF001 -- as in `place_of`
@@ -208,16 +178,8 @@ class SkipCarrier:
             if placeholder is not None:
                 self.real.add(str(placeholder.name))
 
-    def _own_parameter(self, value: Value) -> Tensor:
-        parameter = self.whole.get_parameter(value.part)
-        if type(parameter) is not nn.Parameter:
-            raise CutError(f"{value} is a {type(parameter).__name__}, and other stages use it; they take plain tensors")
-        # A view, so that gradients that come back are added as those of a use on this stage.
-        return parameter.view_as(parameter)
-
-    def _returned(self, part: str, module: nn.Module, args: Any, kwargs: Mapping[str, Any], result: Any) -> Any:
+    def _returned(self, part: str, _: nn.Module, args: Any, kwargs: Mapping[str, Any], result: Any) -> Any:
         """Hook of a part: note what it has made here, or return what came in place of a stand-in."""
-        del module
         call = self._calls[part]
         self._calls[part] += 1
         wanted = self._wanted.get((part, call))
@@ -225,9 +187,9 @@ class SkipCarrier:
             return None
         changed = False
 
-        def of(place: str, leaf: Any) -> Any:
+        def of(prefix: str, place: str, leaf: Any) -> Any:
             nonlocal changed
-            value = wanted.get(place)
+            value = wanted.get(prefix + place)
             if value is None or not isinstance(leaf, Tensor):
                 return leaf
             if value in self.values:
@@ -238,44 +200,36 @@ class SkipCarrier:
                 self.values[value] = leaf.clone()
             return leaf
 
-        mapped = mapped_by_place(of, result)
+        mapped = mapped_by_place(partial(of, ""), result)
         returned = mapped if changed else None
-        if part in self.skips.filled:
-            self._fill(self.skips.filled[part], mappings_of(args, kwargs), of, given=part in self.given)
-        return returned
-
-    @staticmethod
-    def _fill(
-        filled: Mapping[str, Mapping[Any, Any]],
-        mappings: Mapping[str, MutableMapping[Any, Any]],
-        of: Callable[[str, Any], Any],
-        *,
-        given: bool,
-    ) -> None:
-        """Take what a layer has put into its arguments or, where its results came, put in what came."""
+        filled, given = self.skips.filled.get(part, {}), part in self.given
+        mappings = mappings_of(args, kwargs) if filled else {}
+        # What a layer has put into its arguments is taken or, where its results came, what came is put in.
         for argument, entries in filled.items():
             mapping = mappings.get(argument, {})
             for key in entries if given else entries.keys() & mapping.keys():
-                place = place_in(argument, key)
-                entry = mapped_by_place(partial(_below, of, place), entries[key] if given else mapping[key])
+                entry = entries[key] if given else mapping[key]
+                entry = mapped_by_place(partial(of, place_in(argument, key)), entry)
                 if given:
                     mapping[key] = entry
+        return returned
 
     def leaving(self) -> dict[Edge, list[Tensor]]:
-        """After a forward: what leaves by each edge.
-
-        Raises:
-            CutError: a part has not returned a value in this forward.
-        """
-        found: dict[Edge, list[Tensor]] = {}
-        for edge, values in self._edges.items():
-            if edge.source == self.stage:
-                found[edge] = [self._own(value) for value in values]
-        return found
+        """After a forward: what leaves by each edge. Raises CutError where a part has not returned a value in it."""
+        return {
+            edge: [self._own(value) for value in values]
+            for edge, values in self._edges.items()
+            if edge.source == self.stage
+        }
 
     def _own(self, value: Value) -> Tensor:
         if value.is_parameter and value not in self.values:
-            return self._own_parameter(value)
+            parameter = self.whole.get_parameter(value.part)
+            if type(parameter) is not nn.Parameter:
+                kind = type(parameter).__name__
+                raise CutError(f"{value} is a {kind}, and other stages use it; they take plain tensors")
+            # A view, so that gradients that come back are added as those of a use on this stage.
+            return parameter.view_as(parameter)
         if value not in self.values:
             raise CutError(f"{value.part} has not returned {value} on stage {self.stage}, which later stages use")
         tensor = self.values[value]
@@ -291,14 +245,3 @@ class SkipCarrier:
         while self._tables:
             table, key, before = self._tables.pop()
             table[key] = before
-
-
-def _below(of: Callable[[str, Any], Any], place: str, below: str, leaf: Any) -> Any:
-    return of(place + below, leaf)
-
-
-def edges_of(
-    skips: Iterable[Skips], placement: Sequence[int], hosts: Sequence[Hashable] | None = None
-) -> tuple[Edge, ...]:
-    """The edges that carry values, of some calls, ascending."""
-    return tuple(sorted({edge for one in skips for edge in values_by_edge(one.uses, placement, hosts)}))

@@ -13,22 +13,21 @@ from pipegrid.autograd import compile_split
 from pipegrid.core.edge import Edge
 from pipegrid.core.fields import checked
 from pipegrid.core.graph import ModuleGraph, chain
-from pipegrid.core.skips import skips_among, ways_of_value
+from pipegrid.core.skips import skips_among, values_by_edge, ways_of_value
 from pipegrid.stages.assignment import Assignment, Tie
 from pipegrid.stages.calls import by_name
 from pipegrid.stages.errors import CutError
 from pipegrid.stages.flow import StageFlow
-from pipegrid.stages.proof import Proofs, without
 from pipegrid.stages.proof.boundaries import size
+from pipegrid.stages.proof.proof import Proofs, without
 from pipegrid.stages.skeleton import Needs, StageRun, first_tensor, skeleton_of
-from pipegrid.stages.skips import SkipCarrier, edges_of
+from pipegrid.stages.skips import SkipCarrier
 from pipegrid.stages.slicing.slices import forward_of_slice, require_slices
 from pipegrid.stages.tested_versions import say_untested_versions
 from pipegrid.stages.torch_compat import adopt, tree_map_only
 
 if TYPE_CHECKING:
-    from pipegrid.stages.slicing.part import SequenceSlice
-
+    from pipegrid.stages.slicing.slice_cache import SequenceSlice
 
 Compile = Literal["whole", "split"]
 _HIDDEN_AXES = 3  # rows, tokens, width
@@ -133,7 +132,9 @@ class Stage(nn.Module):
 
     def _edges(self) -> tuple[Edge, ...]:
         carrier = self._carrier
-        return () if self.proofs is None else edges_of(self.proofs.skips, carrier.placement, carrier.hosts)
+        calls = () if self.proofs is None else self.proofs.skips
+        edges = (values_by_edge(one.uses, carrier.placement, carrier.hosts) for one in calls)
+        return tuple(sorted({edge for each in edges for edge in each}))
 
     @property
     def graph(self) -> ModuleGraph:
@@ -184,7 +185,7 @@ class Stage(nn.Module):
             crossing, straight = map(size, proof.between_hosts(placement, hosts))
             lines.append(f"  {crossing} of that between hosts, {straight} if each went straight from its source")
             for skip in proof.skips:
-                ways = ways_of_value(skip.uses, placement, hosts)
+                ways = ways_of_value(skip, placement, hosts)
                 lines.append(f"  {skip}, by {', '.join(map(str, ways)) or 'hidden states'}")
         return "\n".join(lines)
 
@@ -259,8 +260,8 @@ class Stage(nn.Module):
             carried = [self._to_carry(name, kwargs) for name in self._carry]
         elif self._carry:
             received, *carried = received
-            given = zip(self._carry, carried, strict=True)
-            kwargs |= {name: value for name, value in given if value is not None}
+            named = zip(self._carry, carried, strict=True)
+            kwargs |= {name: value for name, value in named if value is not None}
         comparison = partial(self._comparison, args, kwargs) if received is None else None
         if comparison is not None and self._check is not None and getattr(self.config, "check", None):
             if (compare := comparison()) is not None:
@@ -269,7 +270,9 @@ class Stage(nn.Module):
         # Of generated tokens the first pass, over the prompts: further ones do the same with the cache.
         further = self.kv_caches is not None and self.kv_caches[self.current_microbatch].mask is not None
         if self.proofs is not None and self.assignment.num_stages > 1 and not further:
-            hidden = None if received is None or not self._flow.embeds else self._stand_in(received, kwargs)
+            # Of a stage whose rank has no ids, a stand-in for the result of the embedding:
+            given = kwargs.get("input_ids") is not None or kwargs.get("inputs_embeds") is not None
+            hidden = None if given or received is None or not self._flow.embeds else self._flow.embedded(received)
             self._run.needs = self.proofs.require(self, args, kwargs, hidden, comparison)
         needs = self._run.needs
         of_modules = not isinstance(received, torch.Tensor) and isinstance(received, Mapping)
@@ -284,15 +287,10 @@ class Stage(nn.Module):
         if part is None or self._slice_argument is None:
             result = self._flow.run(self._run, received, args, kwargs)
         else:
+            run = partial(self._flow.run, self._run, received, ())
+            tokens = self._tokens(received, kwargs)
             result = forward_of_slice(
-                self.whole,
-                self.assignment,
-                self.number,
-                part,
-                self._tokens(received, kwargs),
-                kwargs,
-                self._slice_argument,
-                lambda given: self._flow.run(self._run, received, (), given),
+                self.whole, self.assignment, self.number, part, self._slice_argument, tokens, kwargs, run
             )
         if needs.absent and not further and self.is_last:
             result = without(result, needs.absent)
@@ -301,7 +299,7 @@ class Stage(nn.Module):
     def _comparison(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Callable[[], None] | None:
         """A comparison of the call in numbers, of a stage whose config asks for it or leaves it open."""
         check, asked = self._check, getattr(self.config, "check", None)
-        if check is None or asked is False or (asked is None and not (self.training and check.can_make)):
+        if check is None or asked is False or (asked is None and not (self.training and check.make is not None)):
             return None
         return lambda: check(by_name(self._flow.accepted, args, kwargs) if kwargs else args)
 
@@ -312,12 +310,6 @@ class Stage(nn.Module):
                 f"{name}=... (None is a value), or leave it out of carry"
             )
         return kwargs.get(name)
-
-    def _stand_in(self, received: Any, kwargs: Mapping[str, Any]) -> torch.Tensor | None:
-        """A stand-in for the result of the embedding, of a stage whose rank has no ids."""
-        if kwargs.get("input_ids") is not None or kwargs.get("inputs_embeds") is not None:
-            return None
-        return self._flow.embedded(received)
 
     def _arrived(self, received: Any) -> Any:
         """The payload of the stage before: hidden states, and what is carried with them."""
@@ -351,7 +343,6 @@ class Stage(nn.Module):
         return result if self.module is None else {self.module: result}
 
     def _with_cache(self, received: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """The arguments of a forward, with the KV cache of the microbatch."""
         assert self.kv_caches is not None
         tokens = self._tokens(received, kwargs)
         if tokens is not kwargs.get("input_ids") and tokens.dim() != _HIDDEN_AXES:

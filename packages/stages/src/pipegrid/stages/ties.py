@@ -20,10 +20,7 @@ from pipegrid.topology import GroupSpec, HyperCommGrid, create_groups
 
 
 def ties_of(
-    model: nn.Module | Callable[[], nn.Module],
-    layout: str | PipelineParallelLayerLayout,
-    *,
-    names: Names | None = None,
+    model: nn.Module | Callable[[], nn.Module], layout: str | PipelineParallelLayerLayout, *, names: Names | None = None
 ) -> tuple[Tie, ...]:
     """The parameters of ``model`` on several stages of ``layout``: for ranks without a stage of the model.
 

@@ -60,10 +60,7 @@ def called_on_meta(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def by_places(func: Any, args: tuple[Any, ...], values: Callable[[Any], Any]) -> tuple[Any, ...]:
-    """The arguments of an index by masks, with the places of masks that have values in their place.
-
-    ``values`` gives the tensor with the values of a mask, or None.
-    """
+    """The arguments of an index, with places for its masks of which ``values`` gives a tensor (else None)."""
     if func not in _INDEXING:
         return args
     indices: list[Any] = []
@@ -88,9 +85,8 @@ class Shapes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.device = device
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run ``func``; a tensor with values to which a shape is written is NaN from there on."""
-        del types
         kwargs = dict(kwargs or {})
         args = by_places(func, args, lambda mask: None if mask.is_meta else mask)
         if not any(one.is_meta for one in tensors_in((args, kwargs))):
@@ -118,8 +114,7 @@ def extent_of(tensor: Tensor) -> int:
 
 def name_of(operation: Any) -> str:
     """An operation's name without its namespace and overload."""
-    name: str = operation.overloadpacket.__name__
-    return name
+    return str(operation.overloadpacket.__name__)
 
 
 def makes_memory(operation: Any) -> bool:
@@ -230,20 +225,16 @@ def meta_copy(model: nn.Module, *, buffers: bool) -> nn.Module:
     ``buffers``: those as well; else the copy shares them. A forward of the copy changes neither hooks nor attributes of
     ``model``.
     """
-    made: dict[int, nn.Module | Tensor] = {}
-
-    def parameter_of(parameter: nn.Parameter) -> nn.Parameter:
-        shape = made.setdefault(id(parameter), nn.Parameter(on_meta(parameter.detach()), parameter.requires_grad))
-        assert isinstance(shape, nn.Parameter)
-        return shape
+    parts: dict[int, nn.Module] = {}
+    parameters: dict[int, nn.Parameter] = {}
 
     def part_of(part: nn.Module) -> nn.Module:
-        copy = made.get(id(part))
-        if isinstance(copy, nn.Module):
-            return copy
-        made[id(part)] = copy = copied(part)
-        for key, parameter in part.named_parameters(recurse=False, remove_duplicate=False):
-            copy.register_parameter(key, parameter_of(parameter))
+        if id(part) in parts:
+            return parts[id(part)]
+        parts[id(part)] = copy = copied(part)
+        for key, one in part.named_parameters(recurse=False, remove_duplicate=False):
+            shape = nn.Parameter(on_meta(one.detach()), one.requires_grad)
+            copy.register_parameter(key, parameters.setdefault(id(one), shape))
         for key, buffer in part.named_buffers(recurse=False, remove_duplicate=False) if buffers else ():
             copy.register_buffer(key, on_meta(buffer))
         for key, child in children_of(part):

@@ -16,8 +16,7 @@ from torch import device, nn
 
 from pipegrid.stages.errors import CutError
 
-CACHE_NAMES: Final = ("cache", "past_key_values")
-"""The argument for keys and values, the newest name first."""
+CACHE_NAMES: Final = ("cache", "past_key_values")  # the argument for keys and values, the newest name first
 
 
 def version() -> str:
@@ -33,14 +32,9 @@ def keeps_states(entry: Any) -> bool:
 def cache_name(model: nn.Module, mask_function: Callable[..., Any] | None = None) -> str | None:
     """The argument by which the forward of ``model`` and its layers take keys and values; None where it takes none.
 
-    Args:
-        model: the whole model, or a stage's copy of it.
-        mask_function: transformers' for causal attention, which says what the word ``cache`` means: before 5.24 some
-            models (XLM) had an argument of that name that was another thing.
-
-    Raises:
-        CutError: a module takes the other name, and would not see what the model passes on; or this transformers has
-            names that are not known here.
+    ``mask_function`` is transformers' for causal attention, which says what the word ``cache`` means: before 5.24 some
+    models (XLM) had an argument of that name that was another thing. Raises CutError where a module takes the other
+    name, and would not see what the model passes on, or where this transformers has names that are not known here.
     """
     own = _cache_argument(model.forward)
     if own is None:

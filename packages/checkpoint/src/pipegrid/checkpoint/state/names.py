@@ -45,17 +45,12 @@ def stages_of(held: Iterable[Held]) -> tuple[tuple[str, int], ...]:
 
 @frozen
 class Slot:
-    """The place of a stored tensor of the model on this rank: ``leaf`` of the submodule ``owner``.
+    """The place of a stored tensor of the model on this rank: ``leaf`` of the submodule ``owner``."""
 
-    Attributes:
-        held: its description for other ranks.
-        aliases: its other names on this stage.
-    """
-
-    held: Held
+    held: Held  # its description for other ranks
     owner: nn.Module
     leaf: str
-    aliases: tuple[str, ...] = ()
+    aliases: tuple[str, ...] = ()  # its other names on this stage
 
     def tensor(self) -> Tensor:
         """The tensor as it is now."""
@@ -111,11 +106,7 @@ def numbered(module: str, stages: Any, grids: Mapping[str, Any] | None) -> dict[
 
 
 def slots_of(
-    module: str,
-    number: int,
-    stage: nn.Module,
-    names: Mapping[str, str] | None,
-    ties: Sequence[Tie],
+    module: str, number: int, stage: nn.Module, names: Mapping[str, str] | None, ties: Sequence[Tie]
 ) -> list[Slot]:
     """The slots of a stage's stored tensors: parameters once, and buffers that are part of its ``state_dict``."""
     saved = {bare_name(name) for name in stage.state_dict()}  # a hook of FSDP2 shards the parameters again, here
@@ -136,9 +127,8 @@ def slots_of(
         declared = next((name for name in whole if name in tied), None)
         name = whole[0] if declared is None else tied[declared]
         _, owner, leaf, tensor, parameter = places[0]
-        held = Held(
-            module, name, number, declared is not None, parameter, tuple(tensor.shape), dtype_name(tensor.dtype)
-        )
+        shape, dtype = tuple(tensor.shape), dtype_name(tensor.dtype)
+        held = Held(module, name, number, declared is not None, parameter, shape, dtype)
         if name in made:
             raise CheckpointError(f"module {module!r} stage {number} has two tensors with the name {name!r}")
         made[name] = Slot(held, owner, leaf, tuple(other for other in whole if other != name))
@@ -155,10 +145,7 @@ def _tensors(stage: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor, bo
 
 
 def identities(state: TrainingState) -> list[tuple[Any, ...]]:
-    """Identities of the objects that hold the tensors of a state: they show whether one was replaced.
-
-    A buffer may be assigned anew every step; it is read where it is.
-    """
+    """Identities of what holds the tensors of a state, which show a replaced one; buffers may be anew every step."""
     return [
         (module, number, name, id(owner), id(tensor) if parameter else None)
         for module, held in state.stages.items()
@@ -233,20 +220,15 @@ class TrainingState:
 
 
 class StateTensors:
-    """The tensors of the model that a state has, as read from its modules at one time.
-
-    Attributes:
-        held: each of them, for other ranks.
-        owners: module and name of each parameter, by its id.
-        device: of the rank: that of its first tensor off the CPU, else the CPU.
-    """
+    """The tensors of the model that a state has, as read from its modules at one time."""
 
     def __init__(self, state: TrainingState) -> None:
         self._slots = state.slots()
-        self.held = tuple(slot.held for slot in self._slots)
+        self.held = tuple(slot.held for slot in self._slots)  # each of them, for other ranks
         tensors = [(slot.held, slot.tensor()) for slot in self._slots]
         self.owners = {id(tensor): (held.module, held.name) for held, tensor in tensors if held.parameter}
         devices = (tensor.device for _, tensor in tensors)
+        # of the rank: that of its first tensor off the CPU, else the CPU
         self.device = next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
         self._identities = identities(state)
 

@@ -16,8 +16,7 @@ from pipegrid.checkpoint.stored.manifest import GroupEntry, Manifest
 from pipegrid.checkpoint.stored.plain import dtype_of, from_plain, to_plain
 from pipegrid.stages.errors import CheckpointError
 
-Owners = Mapping[int, tuple[str, str]]
-"""Module and name of each parameter, by its id."""
+Owners = Mapping[int, tuple[str, str]]  # module and name of each parameter, by its id
 _TORCH = "torch.optim."
 _COMPUTED = {"foreach", "fused", "capturable", "differentiable"}  # how a step is computed, not what
 _CYCLED = {"base_momentum", "max_momentum"}  # of a schedule that changes momentum or betas as well
@@ -90,42 +89,24 @@ def _like(parameter: Tensor, manifest: Manifest, key: str, group: Mapping[str, A
     return torch.empty(entry.shape, dtype=dtype, device=parameter.device if on_device else "cpu")
 
 
-def restore_states(states: Sequence[tuple[Any, Tensor, dict[str, Any]]]) -> None:
-    """Give every parameter its loaded state; one without a saved state has none."""
-    for optimizer, parameter, state in states:
-        if state:
-            optimizer.state[parameter] = state
-        else:
-            optimizer.state.pop(parameter, None)
-
-
 def kind_of(optimizer: Any) -> str:
     """The class of an optimizer: of a subclass of one of torch the latter, ``torch.optim.AdamW``."""
     cls = type(optimizer)
-    for base in cls.__mro__:
-        if base.__module__.startswith(_TORCH) and base is not optim.Optimizer:
-            return f"{_TORCH}{base.__qualname__}"
-    return f"{cls.__module__}.{cls.__qualname__}"
+    bases = (one for one in cls.__mro__ if one.__module__.startswith(_TORCH) and one is not optim.Optimizer)
+    base = next(bases, None)
+    return f"{cls.__module__}.{cls.__qualname__}" if base is None else f"{_TORCH}{base.__qualname__}"
 
 
 def groups(optimizers: Sequence[Any], owners: Owners) -> list[GroupEntry]:
     """The parameter groups of this rank."""
-    return [
-        GroupEntry(
-            number,
-            index,
-            {
-                option: to_plain(value, f"option {option!r} of group {index} of optimizer {number}")
-                for option, value in group.items()
-                if option != "params"
-            },
-            tuple(owner_of(parameter, owners, number) for parameter in _held(group, owners)),
-            kind_of(optimizer),
-            dict(_defaults(optimizer)),
-        )
-        for number, optimizer in enumerate(optimizers)
-        for index, group in enumerate(optimizer.param_groups)
-    ]
+    found = []
+    for number, optimizer in enumerate(optimizers):
+        for index, group in enumerate(optimizer.param_groups):
+            of = f"of group {index} of optimizer {number}"
+            plain = {key: to_plain(value, f"option {key!r} {of}") for key, value in group.items() if key != "params"}
+            names = tuple(owner_of(parameter, owners, number) for parameter in _held(group, owners))
+            found.append(GroupEntry(number, index, plain, names, kind_of(optimizer), dict(_defaults(optimizer))))
+    return found
 
 
 def _defaults(optimizer: Any) -> Iterator[tuple[str, Any]]:
@@ -167,10 +148,8 @@ def loaded_groups(optimizers: Sequence[Any], owners: Owners, saved: Sequence[Gro
     """The saved options of every parameter group: those of its parameters.
 
     A group without parameters on this rank has those of the saved group in the same place. How a step is computed
-    (``foreach``, ``fused``, ``capturable``) stays the script's choice: it depends on the device.
-
-    Raises:
-        CheckpointMismatchError: another kind of optimizer has saved them, or parameters of one group have several.
+    (``foreach``, ``fused``, ``capturable``) stays the script's choice: it depends on the device. Raises
+    CheckpointMismatchError where another kind of optimizer has saved them, or parameters of one group have several.
     """
     of_name = {name: group for group in saved for name in group.parameters}
     found = []
@@ -225,30 +204,17 @@ def _changed(what: str, optimizer: Any, group: Mapping[str, Any], saved: GroupEn
     """Options that the script has otherwise than the checkpoint, apart from what a schedule changes every step."""
     both = group.keys() & saved.options.keys()
     scheduled = {"momentum", "betas"} if _CYCLED & saved.options.keys() else set()
-    for option in sorted(both - _COMPUTED - scheduled - _CYCLED - {"initial_lr", "lr"}):
-        if not _same(group[option], saved.options[option]):
-            yield _difference(what, option, group[option], saved.options[option])
+    compared = sorted(both - _COMPUTED - scheduled - _CYCLED - {"initial_lr", "lr"})
+    pairs = {option: (group[option], saved.options[option]) for option in compared}
     made = dict(_defaults(optimizer))
-    if "lr" not in both:
-        return
-    if "initial_lr" in both:
-        own, old = group["initial_lr"], saved.options["initial_lr"]
-    elif "lr" in made and "lr" in saved.defaults:
-        own, old = made["lr"], saved.defaults["lr"]
-    else:
-        return
-    if not _same(own, old):
-        yield _difference(what, "lr", own, old)
-
-
-def _difference(what: str, option: str, own: Any, old: Any) -> str:
-    ours, theirs = _bare(own), _bare(from_plain(old))
-    return f"{option} of {what} is {ours!r:.80} in the script and {theirs!r:.80} in the checkpoint"
-
-
-def _same(own: Any, old: Any) -> bool:
-    ours, theirs = _bare(own), _bare(from_plain(old))
-    return ours == theirs or repr(ours) == repr(theirs)  # NaN is equal to itself here
+    if {"lr", "initial_lr"} <= both:
+        pairs["lr"] = group["initial_lr"], saved.options["initial_lr"]
+    elif "lr" in both and "lr" in made and "lr" in saved.defaults:
+        pairs["lr"] = made["lr"], saved.defaults["lr"]
+    for option, (own, old) in pairs.items():
+        ours, theirs = _bare(own), _bare(from_plain(old))
+        if not (ours == theirs or repr(ours) == repr(theirs)):  # NaN is equal to itself here
+            yield f"{option} of {what} is {ours!r:.80} in the script and {theirs!r:.80} in the checkpoint"
 
 
 def _bare(value: Any) -> Any:

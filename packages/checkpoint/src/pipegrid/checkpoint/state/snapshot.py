@@ -23,29 +23,19 @@ from pipegrid.gradients import foreach
 from pipegrid.gradients.dtensors import is_dtensor, local_of
 from pipegrid.stages.generators import States, capture
 
-OWN: Final = "generator."
-"""Before the name of a generator of the state, among the states of those of the process."""
+OWN: Final = "generator."  # before the name of a generator of the state, among the states of those of the process
 
 
 @frozen(eq=False, kw_only=True)
 class Snapshot:
-    """The part of a checkpoint that one rank saves.
+    """The part of a checkpoint that one rank saves."""
 
-    Attributes:
-        boxes: this rank's parts of the tensors, and their copies.
-        events: end when the copies are complete.
-        held: the tensors of the model.
-        random: states of the random generators.
-        plan: the text of the step's plan.
-        manifest: of this rank alone, without tensors and files.
-    """
-
-    boxes: Sequence[dcp.Box]
-    events: Sequence[Any]
-    held: tuple[Held, ...]
+    boxes: Sequence[dcp.Box]  # this rank's parts of the tensors, and their copies
+    events: Sequence[Any]  # end when the copies are complete
+    held: tuple[Held, ...]  # the tensors of the model
     random: States
-    plan: str | None
-    manifest: Manifest
+    plan: str | None  # the text of the step's plan
+    manifest: Manifest  # of this rank alone, without tensors and files
 
     def wait(self) -> None:
         """Wait until the copies are complete."""
@@ -67,7 +57,8 @@ class Snapshots:
 
     def __init__(self, state: TrainingState) -> None:
         self.state = state
-        self._plan, self._grids, self._layout = _plan_text(state.plan), _grids(state.grids), _layout(state.layout)
+        self._plan, self._layout = _plan_text(state.plan), _layout(state.layout)
+        self._grids = None if state.grids is None else {name: _grid(grid) for name, grid in state.grids.items()}
         self._model: StateTensors | None = None
         self._tensors: dict[str, Tensor] = {}  # of the snapshot before, by key
         self._boxes: list[dcp.Box] = []
@@ -120,7 +111,6 @@ class Snapshots:
         return self._model, values
 
     def _read(self, model: StateTensors) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """The tensors of the model and of optimizer states by key; and the other entries of the states."""
         tensors, values = model.now(), dict[str, Any]()
         for key, value in optimizers.entries(self.state.optimizers, model.owners):
             if isinstance(value, Tensor):
@@ -130,7 +120,6 @@ class Snapshots:
         return tensors, values
 
     def _fit(self, tensors: Mapping[str, Tensor]) -> bool:
-        """Whether the boxes are those of ``tensors``."""
         return (
             tensors.keys() == self._tensors.keys()
             and all(_alike(tensor, self._tensors[key]) for key, tensor in tensors.items())
@@ -147,7 +136,12 @@ class Snapshots:
             foreach.copy_(copies, sources)
         for source, copy in zip(sources, copies, strict=True) if devices else ():
             copy.copy_(source, non_blocking=True)
-        return [_recorded(device) for device in devices]
+        events = []
+        for device in devices:
+            module = torch.get_device_module(device)
+            events.append(module.Event())
+            events[-1].record(module.current_stream(device))
+        return events
 
 
 def _alike(tensor: Tensor, known: Tensor) -> bool:
@@ -163,25 +157,12 @@ def _room_for(tensor: Tensor) -> Tensor:
     return torch.empty(local.shape, dtype=local.dtype, pin_memory=not local.is_cpu)
 
 
-def _recorded(device: torch.device) -> Any:
-    module = torch.get_device_module(device)
-    event = module.Event()
-    event.record(module.current_stream(device))
-    return event
-
-
 def _plan_text(plan: Any) -> str | None:
     if plan is None or isinstance(plan, str):
         return plan
     from pipegrid.plans.plan import to_text
 
     return to_text(plan)
-
-
-def _grids(grids: Mapping[str, Any] | None) -> Any:
-    if grids is None:
-        return None
-    return {name: _grid(grid) for name, grid in grids.items()}
 
 
 def _grid(grid: Any) -> dict[str, Any]:

@@ -36,12 +36,10 @@ from pipegrid.checkpoint.stored.manifest import Chunk, Manifest, TensorEntry, ch
 from pipegrid.checkpoint.stored.plain import dtype_name, dtype_of
 from pipegrid.stages.errors import CheckpointError, CorruptCheckpointError
 
-METADATA = ".metadata"
-"""The file with torch's own metadata; never read here."""
+METADATA = ".metadata"  # the file with torch's own metadata; never read here
 _LOCAL_HEADER = struct.Struct("<26xHH")  # of a zip member: the lengths of name and extra field
 
-Box = tuple[WriteItem, Tensor]
-"""A box of a named tensor, as torch's planner has it, and the memory with its values."""
+Box = tuple[WriteItem, Tensor]  # A box of a named tensor, as torch's planner has it, and the memory with its values
 
 
 def items_of(tensors: Mapping[str, Tensor]) -> list[WriteItem]:
@@ -104,11 +102,7 @@ def save(
 ) -> tuple[dict[str, TensorEntry], list[tuple[WriteItem, Any]]]:
     """Write the files of a checkpoint and sync them; all ranks of ``group`` together, or this process alone.
 
-    Args:
-        path: the folder.
-        boxes: of this rank.
-        group: of the ranks.
-        lowest: the lowest of the ranks that hold a box writes it, or else the least busy.
+    ``boxes``: of this rank. ``lowest``: the lowest of the ranks that hold a box writes it, or else the least busy.
 
     Returns:
         The tensors of all ranks by key, without their chunks; the boxes that this rank has written, for `written`.
@@ -162,11 +156,7 @@ def _slices(box: Iterable[tuple[int, int]], offset: Iterable[int]) -> tuple[slic
 
 
 def _read_tensor(path: Path, chunk: Chunk, dtype: torch.dtype) -> Tensor:
-    """The box of a tensor in ``chunk``; its memory is the bytes read.
-
-    Raises:
-        CorruptCheckpointError: the bytes are not those of such a tensor, or of another byte order.
-    """
+    """The box of a tensor in ``chunk``; its memory is the bytes read, which must be those of such a tensor."""
     with folder.opened(path / chunk.file) as file:
         file.seek(chunk.start)
         archive = io.BytesIO(file.read(chunk.length))
@@ -174,9 +164,8 @@ def _read_tensor(path: Path, chunk: Chunk, dtype: torch.dtype) -> Tensor:
     try:
         data = _data(archive, nbytes)
     except (zipfile.BadZipFile, ValueError, NotImplementedError, struct.error) as error:
-        raise CorruptCheckpointError(
-            f"{chunk.file} has no tensor of {nbytes} bytes at {chunk.start}: {error}"
-        ) from error
+        what = f"{chunk.file} has no tensor of {nbytes} bytes at {chunk.start}"
+        raise CorruptCheckpointError(f"{what}: {error}") from error
     flat = torch.frombuffer(data, dtype=torch.uint8) if nbytes else torch.empty(0, dtype=torch.uint8)
     return flat.view(dtype).view(chunk.shape)
 

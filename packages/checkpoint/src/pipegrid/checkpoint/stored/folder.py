@@ -49,11 +49,9 @@ def saved_in(directory: Path) -> list[Saved]:
 
 
 def opened(path: Path) -> BinaryIO:
-    """A file of a checkpoint, to be read.
+    """A file of a checkpoint, to be read; OSError where there is none.
 
-    Raises:
-        CorruptCheckpointError: it is no regular file, or a link out of its folder.
-        OSError: there is none.
+    Raises CorruptCheckpointError where it is no regular file, or a link out of its folder.
     """
     real = path.resolve(strict=True)
     if real.parent != path.parent.resolve():
@@ -81,8 +79,7 @@ def publish(aside: Path, step: int) -> Path:
     """Switch a whole checkpoint from aside into its place."""
     sync(aside)
     directory = aside.parent
-    matches = (_SAVED.fullmatch(other.name) for other in directory.iterdir())
-    number = max((int(match[1]) for match in matches if match is not None), default=0) + 1
+    number = 1 + max((saved.number for saved in named_in(directory)), default=0)
     path = directory / f"save-{number:04}-step-{step:08}"
     aside.rename(path)
     sync(directory)
@@ -98,7 +95,6 @@ def prune(directory: Path, keep: int) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Remove a folder, or the link to one."""
     if path.is_symlink():
         path.unlink()
     else:

@@ -111,19 +111,14 @@ def _is_locked(path: Path, descriptor: int) -> bool:
         return False
 
 
-def _require_patience(path: Path, descriptor: int, waited: float, run: object) -> None:
+def _require_patience(path: Path, descriptor: int, waited: float, own_run: object) -> None:
     """Raise where the holder has had the time to end."""
-    name, other = _holder(descriptor)
-    if waited > (_TAKEOVER if run and run == other else _ENDING):
-        raise CheckpointError(f"{path.parent} is in use by {name}; end it, or choose another directory")
-
-
-def _holder(descriptor: int) -> tuple[str, str]:
-    """The holder of the lock, as a text, and its run."""
     try:
         told = read_json(os.pread(descriptor, _LONGEST, 0).decode())
         run = str(told["run"])[:80]
         name = f"process {told['pid']!r:.20} on {told['host']!s:.80}, since {told['started']!s:.40}"
     except (ValueError, KeyError, TypeError, RecursionError):
-        return "another process", ""
-    return name + (f", run {run}" if run else ""), run
+        name, run = "another process", ""
+    if waited > (_TAKEOVER if run and run == own_run else _ENDING):
+        name += f", run {run}" if run else ""
+        raise CheckpointError(f"{path.parent} is in use by {name}; end it, or choose another directory")

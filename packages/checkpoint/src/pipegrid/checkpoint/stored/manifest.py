@@ -23,12 +23,7 @@ _BLOCK = 2**22
 
 
 def _file_name(value: Any) -> str:
-    if (
-        not isinstance(value, str)
-        or value in {"", ".", ".."}
-        or not value.isprintable()
-        or not {*"/\\"}.isdisjoint(value)
-    ):
+    if not isinstance(value, str) or value in {"", ".", ".."} or not value.isprintable() or {*"/\\"} & {*value}:
         raise ValueError
     return value
 
@@ -70,46 +65,30 @@ class FileEntry:
 
 @frozen(field_transformer=_checked)
 class GroupEntry:
-    """A parameter group of an optimizer: options, and the parameters that have them, as ``[module, name]``.
-
-    Attributes:
-        kind: the optimizer's class, such as ``torch.optim.AdamW``; empty in checkpoints written before it was kept.
-        defaults: the options that the optimizer was made with; a schedule changes those of the group alone.
-    """
+    """A parameter group of an optimizer: options, and the parameters that have them, as ``[module, name]``."""
 
     optimizer: Index
     index: Index
     options: dict[str, Any]
     parameters: tuple[tuple[str, str], ...]
-    kind: str = ""
-    defaults: dict[str, Any] = field(factory=dict)
+    kind: str = ""  # such as ``torch.optim.AdamW``; empty in checkpoints written before it was kept
+    defaults: dict[str, Any] = field(factory=dict)  # of its making; a schedule changes those of the group alone
 
 
 @frozen(kw_only=True, field_transformer=_checked)
 class Manifest:
-    """The contents of a checkpoint.
-
-    Attributes:
-        tensors: by ``model/MODULE/NAME``, ``optimizer/MODULE/NAME/ENTRY`` and ``random/RANK/KIND``.
-        files: those without tensors.
-        groups: parameter groups.
-        values: entries of optimizer states that are no tensors, by the same keys.
-        data: the data position.
-        seed: torch's initial seed on the first rank.
-        ranks: the stages ``[module, number]`` of each rank.
-        grids: shape and first rank of each grid.
-    """
+    """The contents of a checkpoint."""
 
     step: Size
-    tensors: dict[str, TensorEntry]
-    files: dict[str, FileEntry]
+    tensors: dict[str, TensorEntry]  # by ``model/MODULE/NAME``, ``optimizer/MODULE/NAME/ENTRY``, ``random/RANK/KIND``
+    files: dict[str, FileEntry]  # those without tensors
     groups: tuple[GroupEntry, ...]
-    values: dict[str, Any]
+    values: dict[str, Any]  # entries of optimizer states that are no tensors, by the same keys
     scaler: Any
-    data: Any
-    seed: int
-    ranks: tuple[tuple[tuple[str, int], ...], ...]
-    grids: dict[str, Any] | None
+    data: Any  # the data position
+    seed: int  # torch's initial seed on the first rank
+    ranks: tuple[tuple[tuple[str, int], ...], ...]  # the stages ``[module, number]`` of each rank
+    grids: dict[str, Any] | None  # shape and first rank of each grid
     layout: Any
     format: int = FORMAT
 
@@ -149,22 +128,13 @@ def checksum_of(path: Path, start: int, length: int) -> int:
     return found
 
 
-def file_entry(path: Path) -> FileEntry:
-    """The entry of a written file."""
-    length = path.stat().st_size
-    return FileEntry(length, checksum_of(path, 0, length))
-
-
 def parts(manifest: Manifest, only: Container[str] | None = None) -> Iterator[tuple[str, str, int, int, int]]:
     """The checksummed parts (name, file, start, length, checksum): all, or ``only`` those of some keys and files."""
     for name, entry in manifest.files.items():
-        if only is not None and name not in only:
-            continue
-        yield f"the file {name}", name, 0, entry.length, entry.crc32
+        if only is None or name in only:
+            yield f"the file {name}", name, 0, entry.length, entry.crc32
     for key, tensor in manifest.tensors.items():
-        if only is not None and key not in only:
-            continue
-        for chunk in tensor.chunks:
+        for chunk in tensor.chunks if only is None or key in only else ():
             yield f"the tensor {key}", chunk.file, chunk.start, chunk.length, chunk.crc32
 
 

@@ -21,10 +21,9 @@ def to_plain(value: Any, what: str, tensors: list[Tensor] | None = None) -> Any:
         return {"$float": str(value)}
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
-    if isinstance(value, list):
-        return [to_plain(item, f"{what}[{at}]", tensors) for at, item in enumerate(value)]
-    if isinstance(value, tuple):
-        return {"$tuple": [to_plain(item, f"{what}[{at}]", tensors) for at, item in enumerate(value)]}
+    if isinstance(value, (list, tuple)):
+        entries = [to_plain(item, f"{what}[{at}]", tensors) for at, item in enumerate(value)]
+        return entries if isinstance(value, list) else {"$tuple": entries}
     if isinstance(value, (bytes, bytearray)):
         return {"$bytes": base64.b64encode(value).decode()}
     if isinstance(value, Tensor) and tensors is not None:

@@ -18,7 +18,7 @@ import cattrs
 from cattrs import BaseValidationError
 
 from pipegrid.checkpoint.stored import folder
-from pipegrid.checkpoint.stored.manifest import FORMAT, Chunk, FileName, Manifest, TensorEntry, checksum
+from pipegrid.checkpoint.stored.manifest import FORMAT, FileName, Manifest, TensorEntry, checksum
 from pipegrid.checkpoint.stored.plain import dtype_of, from_plain
 from pipegrid.core.fields import checked, shown
 from pipegrid.core.strict_json import exactly, first_fault, read_json
@@ -31,9 +31,7 @@ _KINDS = {"model": 3, "optimizer": 4, "random": 3}  # parts of a key at least
 def read(path: Path) -> Manifest:
     """The manifest of the checkpoint in the folder ``path``.
 
-    Raises:
-        CorruptCheckpointError: it is missing, damaged, or contradicts itself.
-        CheckpointError: it is of another format.
+    Raises CorruptCheckpointError: it is missing, damaged or contradicts itself, CheckpointError of another format.
     """
     where = path / folder.MANIFEST
     try:
@@ -68,7 +66,11 @@ def _structured(content: Any) -> Manifest:
         _require_tiles(key, entry)
     for key in found.values:
         _require_key(key)
-    _require_apart(chunk for entry in found.tensors.values() for chunk in entry.chunks)
+    chunks = (chunk for entry in found.tensors.values() for chunk in entry.chunks)
+    ordered = sorted((chunk.file, chunk.start, chunk.start + chunk.length) for chunk in chunks)
+    for (file, _, end), (other, start, _) in pairwise(ordered):  # apart: all tensors are no larger than the files
+        if file == other and start < end:
+            raise CorruptCheckpointError(f"two chunks share the bytes from {start} of {file}")
     try:  # what `from_plain` cannot read is known before anything is filled
         for part in (found.values, found.scaler, found.data, *((one.options, one.defaults) for one in found.groups)):
             from_plain(list(part) if isinstance(part, tuple) else part)
@@ -104,9 +106,8 @@ def _require_tiles(key: str, entry: TensorEntry) -> None:
         raise CorruptCheckpointError(f"{key}: the chunks do not cover the shape {list(entry.shape)} once")
     for chunk in entry.chunks:
         if math.prod(chunk.shape) * itemsize > chunk.length:
-            raise CorruptCheckpointError(
-                f"{key}: {chunk.length} bytes do not hold {list(chunk.shape)} of {entry.dtype}"
-            )
+            what = f"{chunk.length} bytes do not hold {list(chunk.shape)} of {entry.dtype}"
+            raise CorruptCheckpointError(f"{key}: {what}")
 
 
 def _corners(boxes: Iterable[tuple[tuple[int, ...], tuple[int, ...]]], axes: list[int]) -> dict[tuple[int, ...], int]:
@@ -116,14 +117,6 @@ def _corners(boxes: Iterable[tuple[tuple[int, ...], tuple[int, ...]]], axes: lis
             corner = tuple(offset[axis] + end * shape[axis] for axis, end in zip(axes, ends, strict=True))
             found[corner] += (-1) ** sum(ends)
     return {corner: count for corner, count in found.items() if count}
-
-
-def _require_apart(chunks: Iterable[Chunk]) -> None:
-    """Raise where two chunks share bytes: then all tensors together are no larger than the files."""
-    ordered = sorted((chunk.file, chunk.start, chunk.start + chunk.length) for chunk in chunks)
-    for (file, _, end), (other, start, _) in pairwise(ordered):
-        if file == other and start < end:
-            raise CorruptCheckpointError(f"two chunks share the bytes from {start} of {file}")
 
 
 @cache

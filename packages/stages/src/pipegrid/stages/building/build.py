@@ -1,10 +1,9 @@
 """Build a model with the parameters of some stages only, and the initial values that one process gives them.
 
-The function that makes the model runs twice (see `origins`). The first run finds, on the meta device, which tensors the
-own parameters get their values from. In the second, all other parameters become views of one scratch buffer as soon as
-they are registered or made: initialization writes there, and the generator goes through the states of one process. So
-own values are bit for bit those of one process with the same seed, and the memory is that of the own parameters, of
-what they are copied from, and of two others.
+The function that makes the model runs twice (see `runs`). In the second run, all parameters of other stages become
+views of one scratch buffer as soon as they are registered or made: initialization writes there, and the generator goes
+through the states of one process. So own values are bit for bit those of one process with the same seed, and the memory
+is that of the own parameters, of what they are copied from, and of two others.
 """
 
 from __future__ import annotations
@@ -12,51 +11,51 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 
-from attrs import frozen
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parameter import is_lazy
 
 from pipegrid.autograd import is_compiled_in_place
 from pipegrid.core.fields import shown
-from pipegrid.stages.building.origins import REMEDY, FirstRun
 from pipegrid.stages.building.pretrained import files_read_by, loads, misfits, stored_twice
-from pipegrid.stages.building.values import Values
+from pipegrid.stages.building.runs import REMEDY, FirstRun, Values
 from pipegrid.stages.errors import CheckpointError, CutError
 from pipegrid.stages.generators import generators_as_before
 from pipegrid.stages.host_state import HostState
 from pipegrid.stages.safetensors_files import Stored
 
 
-@frozen(eq=False)
-class PlannedModel:
-    """The first run of a function that makes a model.
+def planned(factory: Callable[[], nn.Module]) -> tuple[nn.Module, Callable[[Container[str]], nn.Module]]:
+    """Run ``factory`` on the meta device; no generator advances, and classes hold what they held before.
 
-    Attributes:
-        factory: the function.
-        model: with all parameters on the meta device.
-        plan: what its parameters come from.
-        hidden: tensors of files that are left out, as stored twice.
+    Returns:
+        The model of that run, and the function that runs ``factory`` again for the model with the parameters of some
+        names; others share memory and have no values. It raises CutError where values cannot be those of one process.
     """
+    if not callable(factory):
+        raise CutError(f"model is {shown(factory)}; give a torch.nn.Module, or a function that makes one")
+    host = HostState(factory, only=type)  # layers may be numbered by a class
+    hidden: set[Stored] = set()  # tensors of files that are left out, as stored twice
+    try:
+        loaded = loads()
+        model, plan = _planned_once(factory, hidden)
+        if loads() and not loaded:  # the function has imported it, and its files were not watched
+            model, plan = _planned_once(factory, hidden)
+        behind = plan.behind
+        hidden = stored_twice(model, lambda one: {event.stored for event in behind([one]) if event.stored is not None})
+        if hidden:
+            model, plan = _planned_once(factory, hidden)
+    finally:
+        host.restore()
 
-    factory: Callable[[], nn.Module]
-    model: nn.Module
-    plan: FirstRun
-    hidden: set[Stored]
-
-    def build(self, names: Container[str]) -> nn.Module:
-        """The model of the second run; parameters outside of ``names`` share memory and have no values.
-
-        Raises:
-            CutError: the initial values cannot be those of one process.
-        """
-        parameters = dict(self.model.named_parameters(remove_duplicate=False))
+    def build(names: Container[str]) -> nn.Module:
+        parameters = dict(model.named_parameters(remove_duplicate=False))
         kept = [parameter for name, parameter in parameters.items() if name in names]
         dropped = list(parameters.values())
-        values = Values(self.plan, self.plan.needed(kept, dropped), self.plan.behind(dropped))
-        shapes = _shapes(self.model)
-        with _registering(values.registered), files_read_by(values.read, self.hidden), values:
-            made = self.factory()
+        values = Values(plan, plan.needed(kept, dropped), plan.behind(dropped))
+        shapes = _shapes(model)
+        with _registering(values.registered), files_read_by(values.read, hidden), values:
+            made = factory()
         if _shapes(made) != shapes:
             raise CutError(f"the function that makes the model makes another model at its second call; {REMEDY}")
         own = {name: each for name, each in made.named_parameters(remove_duplicate=False) if name in names}
@@ -65,32 +64,12 @@ class PlannedModel:
         values.end(made.parameters())
         return made
 
-
-def planned(factory: Callable[[], nn.Module]) -> PlannedModel:
-    """Run ``factory`` on the meta device; no generator advances, and classes hold what they held before."""
-    if not callable(factory):
-        raise CutError(f"model is {shown(factory)}; give a torch.nn.Module, or a function that makes one")
-    host = HostState(factory, only=type)  # layers may be numbered by a class
-    try:
-        return _planned(factory)
-    finally:
-        host.restore()
-
-
-def _planned(factory: Callable[[], nn.Module]) -> PlannedModel:
-    loaded = loads()
-    model, plan = _planned_once(factory, set())
-    if loads() and not loaded:  # the function has imported it, and its files were not watched
-        model, plan = _planned_once(factory, set())
-    hidden = stored_twice(model, plan.files_behind)
-    if hidden:
-        model, plan = _planned_once(factory, hidden)
-    return PlannedModel(factory, model, plan, hidden)
+    return model, build
 
 
 def whole_of(model: nn.Module | Callable[[], nn.Module]) -> nn.Module:
     """A model, or the one that a function makes, on the meta device."""
-    return model if isinstance(model, nn.Module) else planned(model).model
+    return model if isinstance(model, nn.Module) else planned(model)[0]
 
 
 def require_sizes(model: nn.Module) -> None:
@@ -155,7 +134,6 @@ def _require_size(parameter: nn.Parameter, name: str) -> None:
 
 @contextmanager
 def _registering(replace: Callable[[nn.Parameter], nn.Parameter]) -> Iterator[None]:
-    """Every parameter that a module registers is replaced."""
 
     def hook(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
         if parameter is None:

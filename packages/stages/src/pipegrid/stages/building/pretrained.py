@@ -1,7 +1,7 @@
 """Weights that ``from_pretrained`` loads while a function makes a model: of the files, own tensors alone are read.
 
 transformers opens files with `safetensors.safe_open`, by a name in its module, takes slices of all tensors, and reads
-each when its parameter is made. Here that name is replaced while the function runs, and `origins` says what a slice
+each when its parameter is made. Here that name is replaced while the function runs, and `runs` says what a slice
 gives: a tensor on the meta device in the first run; in the second the values, or memory that all tensors of other
 stages share.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from traceback import walk_tb
@@ -24,8 +24,7 @@ from pipegrid.stages.safetensors_files import Stored, stored_in
 from pipegrid.stages.transformers_compat import require_names
 
 _MODULE, _OPEN = "transformers.modeling_utils", "safe_open"
-_IN_THREADS = "HF_DEACTIVATE_ASYNC_LOAD"
-"""Read by transformers: tensors are read one after the other, in the thread that makes the model."""
+_IN_THREADS = "HF_DEACTIVATE_ASYNC_LOAD"  # transformers then reads tensors in the thread that makes the model
 
 
 def loads() -> bool:
@@ -39,12 +38,18 @@ def files_read_by(source: Callable[[Stored], Tensor], hidden: Collection[Stored]
     if loads():
         importlib.import_module(_MODULE)  # itself imported on use
     module = sys.modules.get(_MODULE)
-    original = getattr(module, _OPEN, None)
+    original: Any = getattr(module, _OPEN, None)
     before = os.environ.get(_IN_THREADS)
+
+    def opened(path: str | os.PathLike[str], *options: Any, **named: Any) -> _File:
+        stored = stored_in(path)
+        left_out = {name for name, one in stored.items() if one in hidden}
+        return _File(original(path, *options, **named), stored, source, left_out)
+
     os.environ[_IN_THREADS] = "1"
     try:
         if original is not None:
-            setattr(module, _OPEN, partial(_File, original, source, frozenset(hidden)))
+            setattr(module, _OPEN, opened)
         yield
     finally:
         if original is not None:
@@ -59,18 +64,9 @@ class _File:
     """A file opened by `safetensors.safe_open`, whose tensors ``source`` gives."""
 
     def __init__(
-        self,
-        opened_by: Callable[..., Any],
-        source: Callable[[Stored], Tensor],
-        hidden: frozenset[Stored],
-        path: str | os.PathLike[str],
-        *options: Any,
-        **named: Any,
+        self, file: Any, stored: Mapping[str, Stored], source: Callable[[Stored], Tensor], hidden: set[str]
     ) -> None:
-        stored = stored_in(path)
-        self._file = opened_by(path, *options, **named)
-        self._source, self._stored = source, stored
-        self._hidden = {each.name for each in stored.values() if each in hidden}
+        self._file, self._stored, self._source, self._hidden = file, stored, source, hidden
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._file, name)
@@ -111,15 +107,9 @@ class _TensorSlice:
 def stored_twice(model: nn.Module, origin: Callable[[nn.Parameter], Collection[Stored]]) -> set[Stored]:
     """The tensors in files that a model has tied to others with the same values in the files.
 
-    transformers ties them when it has compared values, which it does not have on the meta device.
-
-    Args:
-        model: on the meta device.
-        origin: what of files a parameter is made of.
-
-    Raises:
-        CutError: the config ties two parameters whose values in the files differ; or this transformers has other names
-            than those by which its files and ties are found.
+    transformers ties them when it has compared values, which it does not have on the meta device. ``origin`` gives what
+    of files a parameter is made of. Raises CutError where the config ties two parameters whose values in the files
+    differ; or this transformers has other names than those by which its files and ties are found.
     """
     found = set()
     library = sys.modules.get(_MODULE)

@@ -19,8 +19,7 @@ from pipegrid.stages.torch_compat import tensors_in, tree_map_only
 def at_layers(model: nn.Module, layers: Sequence[str], act: Callable[[str], None]) -> Iterator[None]:
     """Call ``act`` with the name of the place, at the start of a forward of ``model`` and at both ends of each layer.
 
-    Stages whose generators are set there to those of the whole model draw the same dropout masks, whatever they leave
-    out.
+    Stages with the generators of the whole model there draw the same dropout masks, whatever they leave out.
     """
 
     def hook(at: str) -> Callable[..., None]:
@@ -37,19 +36,12 @@ def at_layers(model: nn.Module, layers: Sequence[str], act: Callable[[str], None
 
 @frozen(eq=False)
 class Turn:
-    """A forward of one stage.
+    """A forward of one stage."""
 
-    Attributes:
-        stage: as `pipeline_stage` makes it.
-        sent: what it returned.
-        inputs: the tensors with gradients of what it received, copies of what stages before have sent.
-        origins: the outputs that they are copies of, each with the number of its stage.
-    """
-
-    stage: Any
-    sent: Any
-    inputs: Sequence[Tensor]
-    origins: Sequence[tuple[int, Tensor]]
+    stage: Any  # as `pipeline_stage` makes it
+    sent: Any  # what it returned
+    inputs: Sequence[Tensor]  # the tensors with gradients of what it received, copies of what stages before have sent
+    origins: Sequence[tuple[int, Tensor]]  # the outputs that they are copies of, each with the number of its stage
 
 
 def forwards(
@@ -79,28 +71,15 @@ def forwards(
             made = stage(*args, **given)
         under_way |= stage.take_skips()
         came = [one for tensors in arrived.values() for one in tensors] + tensors_in(received)
-        turns.append(Turn(stage, made, *_differentiable(came, sent)))
+        pairs = [(one, origin) for one, origin in zip(came, sent, strict=True) if one.requires_grad]
+        turns.append(Turn(stage, made, [one for one, _ in pairs], [origin for _, origin in pairs]))
     return turns
-
-
-def _differentiable(
-    came: Sequence[Tensor], sent: Sequence[tuple[int, Tensor]]
-) -> tuple[list[Tensor], list[tuple[int, Tensor]]]:
-    """The tensors that came with a gradient, and those that were sent for them."""
-    pairs = [(one, origin) for one, origin in zip(came, sent, strict=True) if one.requires_grad]
-    return [one for one, _ in pairs], [origin for _, origin in pairs]
 
 
 def gradients(
     turns: Sequence[Turn], loss: Tensor, own: Callable[[Any], AbstractContextManager[None]]
 ) -> list[dict[str, Tensor]]:
-    """The gradients of ``loss``, by stage and by name. No ``.grad`` is touched.
-
-    Args:
-        turns: of all stages.
-        loss: made of what the last one returned.
-        own: gives the context in which the backward of a stage runs.
-    """
+    """The gradients of ``loss``, by stage and by name. No ``.grad`` is touched; backwards run in ``own``."""
     found: list[dict[str, Tensor]] = []
     roots: list[list[tuple[Tensor, Tensor | None]]] = [[] for _ in turns]
     roots[-1] += [(loss, None)] if loss.requires_grad else []

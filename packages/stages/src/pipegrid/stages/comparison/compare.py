@@ -18,7 +18,7 @@ from pipegrid.stages.comparison.chain import Turn, at_layers, forwards, gradient
 from pipegrid.stages.errors import CutError, few
 from pipegrid.stages.generators import States, capture, generators_as_before, restore
 from pipegrid.stages.host_state import HostState
-from pipegrid.stages.proof import CutProof
+from pipegrid.stages.proof.boundaries import CutProof
 from pipegrid.stages.torch_compat import named_leaves, tree_map_only
 
 Loss = Callable[[Any], Tensor]
@@ -48,7 +48,6 @@ class Compared:
     norm: float
 
     def __str__(self) -> str:
-        """One line."""
         where = " and ".join(map(str, self.stages))
         return f"{self.name} on stage {where}: error {self.error:.2g} of the norm {self.norm:.3g}"
 
@@ -95,11 +94,8 @@ class StageComparison:
     @property
     def holds(self) -> bool:
         """Whether the stages compute what the whole model computes."""
-        return not self.different and self._loss_error <= self.limit
-
-    @property
-    def _loss_error(self) -> float:
-        return abs(self.loss_of_stages - self.loss) / max(abs(self.loss), self.limit)
+        error = abs(self.loss_of_stages - self.loss) / max(abs(self.loss), self.limit)
+        return not self.different and error <= self.limit
 
     def require(self) -> None:
         """Raise where stages and model differ.
@@ -119,10 +115,13 @@ class StageComparison:
         )
 
     def __str__(self) -> str:
-        """The proof, then the loss, and a line for the gradients of each stage."""
         stages = sorted({stage for one in self.gradients for stage in one.stages})
         lines = [str(self.proof), self._losses()]
-        lines += [self._stage(stage, [one for one in self.gradients if stage in one.stages]) for stage in stages]
+        for stage in stages:
+            own = [one for one in self.gradients if stage in one.stages]
+            worst = max(own, key=lambda one: one.error)
+            which = f" ({worst.name})" if worst.error else ""
+            lines.append(f"stage {stage}: {len(own)} gradients, the largest error {worst.error:.2g}{which}")
         if self.updates:
             worst = max(self.updates, key=lambda one: one.error)
             lines.append(f"{len(self.updates)} parameters after an update, the largest error {worst.error:.2g}")
@@ -133,11 +132,6 @@ class StageComparison:
 
     def _losses(self) -> str:
         return f"loss {self.loss:.8g}, of the stages {self.loss_of_stages:.8g}"
-
-    def _stage(self, number: int, gradients: Sequence[Compared]) -> str:
-        worst = max(gradients, key=lambda one: one.error)
-        which = f" ({worst.name})" if worst.error else ""
-        return f"stage {number}: {len(gradients)} gradients, the largest error {worst.error:.2g}{which}"
 
 
 def compare(
@@ -154,17 +148,7 @@ def compare(
     """Run one microbatch through the whole model and through its stages, in this process, as `check_stages`.
 
     The whole model and all stages are in memory together. Generators, and ``.grad`` of what the call is given, stay as
-    they were.
-
-    Args:
-        make: the whole model.
-        stage_of: the stage of a number, with parameters of its own.
-        args: of the call of the whole model; tensors are moved to its device.
-        kwargs: likewise.
-        carry: as in `check_stages`, as are ``loss``, ``dtype`` and ``optimizer``.
-        loss: of what the model returns.
-        dtype: of the computation.
-        optimizer: of named parameters.
+    they were. ``stage_of`` gives the stage of a number, with parameters of its own; the others are as there.
 
     Raises:
         CutError: the cut is not proved, values of stages and model differ from the start, or nothing has a gradient.
@@ -229,8 +213,7 @@ class _Hosts:
         self._make = make
         self._start = HostState(make)
         self._states: dict[int, HostState] = {}
-        # Which have what the function does not reach, such as classes that it looks up:
-        self._made: list[HostState] = []
+        self._made: list[HostState] = []  # which have what the function does not reach: classes that it looks up
 
     def __enter__(self) -> Self:
         return self
@@ -272,7 +255,6 @@ def _require_equal_values(whole: nn.Module, stages: Sequence[Any]) -> None:
 
 
 def _placed(whole: nn.Module, batch: Any, dtype: torch.dtype | None) -> Any:
-    """A copy of the batch, on the device of the model and in ``dtype``."""
     device = next((parameter.device for parameter in whole.parameters()), torch.device("cpu"))
 
     def placed(tensor: Tensor) -> Tensor:
@@ -302,16 +284,16 @@ def _loss_like(output: Any) -> Loss:
         raise CutError(f"the model returns {type(output).__name__} with no gradient; give loss=, of what it returns")
 
     def weighed(output: Any) -> Tensor:
-        leaves = [leaf for place, leaf in named_leaves(output) if place in places]
-        return torch.stack([(leaf * _weights(leaf)).mean() for leaf in leaves]).sum()
+        means = []
+        for place, leaf in named_leaves(output):
+            if place not in places:
+                continue
+            numbers = torch.arange(leaf.numel(), dtype=torch.float64, device=leaf.device)
+            weights = (numbers + 1).square().cos()  # without a pattern that a model could cancel
+            means.append((leaf * weights.reshape(leaf.shape).to(leaf.dtype)).mean())
+        return torch.stack(means).sum()
 
     return weighed
-
-
-def _weights(leaf: Tensor) -> Tensor:
-    """Numbers without a pattern that a model could cancel."""
-    numbers = torch.arange(leaf.numel(), dtype=torch.float64, device=leaf.device)
-    return (numbers + 1).square().cos().reshape(leaf.shape).to(leaf.dtype)
 
 
 @contextmanager
@@ -326,7 +308,6 @@ def _contiguous(whole: nn.Module, stages: Sequence[Any]) -> Iterator[None]:
 
 
 def _gradients(whole: nn.Module, loss: Tensor, hosts: _Hosts) -> Gradients:
-    """The gradients of the whole model's trained parameters."""
     own = trained(whole)
     with hosts.of(whole):
         return dict(zip(own, torch.autograd.grad(loss, list(own.values()), allow_unused=True), strict=True))
@@ -349,12 +330,7 @@ def _of_stages(
 
 
 def _updates(
-    optimizer: OptimizerOf,
-    whole: nn.Module,
-    stages: Sequence[Any],
-    right: Gradients,
-    hosts: _Hosts,
-    limit: float,
+    optimizer: OptimizerOf, whole: nn.Module, stages: Sequence[Any], right: Gradients, hosts: _Hosts, limit: float
 ) -> Iterator[Compared]:
     """Updates of an optimizer for each stage, beside one of all; of equal gradients, those of all."""
     before = {name: one.detach().clone() for name, one in trained(whole).items()}
@@ -370,7 +346,6 @@ def _updates(
 def _stepped(
     optimizer: OptimizerOf, model: nn.Module, tied: Mapping[str, str], right: Gradients, hosts: _Hosts
 ) -> Iterator[tuple[str, Tensor]]:
-    """The parameters of ``model`` after a step, by their names in the whole model."""
     named = [(tied.get(name, name), one) for name, one in trained(model).items()]
     for name, one in named:
         gradient = right[name]

@@ -13,24 +13,15 @@ from pipegrid.stages.errors import CutError, few
 
 @frozen
 class Crossing:
-    """A value that is made before a boundary and used behind it.
-
-    Attributes:
-        shape: of the tensor.
-        dtype: of the tensor, such as ``torch.float32``.
-        nbytes: of the tensor.
-        made: where, in words.
-        used: where, in words; the first use behind the boundary.
-    """
+    """A value that is made before a boundary and used behind it."""
 
     shape: tuple[int, ...]
-    dtype: str
+    dtype: str  # such as ``torch.float32``
     nbytes: int
-    made: str
-    used: str
+    made: str  # where, in words
+    used: str  # where, in words; the first use behind the boundary
 
     def __str__(self) -> str:
-        """One line."""
         return f"{self.dtype.removeprefix('torch.')} {self.shape} {self.made}, used {self.used}"
 
 
@@ -57,41 +48,21 @@ class Boundary:
     crossing: tuple[Crossing, ...]
 
     def __str__(self) -> str:
-        """One line, and one more for each value that crosses besides."""
         where = f"after {self.after}" if self.after else "before the first layer"
         besides = "".join(f"\n    and {one}" for one in self.crossing)
         return f"stage {self.stage}, {where}: {', '.join(self.sent) or 'nothing'}, {size(self.nbytes)}{besides}"
 
 
-@frozen
-class Skip:
-    """A value that is handed on to later stages.
-
-    Attributes:
-        value: what returns it: the part, and the place in what that returns.
-        shape: of the tensor.
-        dtype: of the tensor, such as ``torch.float32``.
-        nbytes: of the tensor.
-        source: the stage that makes it.
-        users: the stages that it is sent to.
-        held: the stages that have it as what the stage before them sends.
-    """
+@frozen(kw_only=True)
+class Skip(Uses):
+    """A value that is handed on to later stages: the part that returns it, and the place in what that returns."""
 
     value: str
     shape: tuple[int, ...]
-    dtype: str
+    dtype: str  # such as ``torch.float32``
     nbytes: int
-    source: int
-    users: tuple[int, ...]
-    held: tuple[int, ...] = ()
-
-    @property
-    def uses(self) -> Uses:
-        """Where it is made and used, for `ways_of_value`."""
-        return Uses(self.source, self.users, self.held)
 
     def __str__(self) -> str:
-        """One line."""
         to = named(list(map(str, sorted({*self.users, *self.held}))))
         what = f"{self.dtype.removeprefix('torch.')} {self.shape}, {size(self.nbytes)}"
         return f"{self.value} of stage {self.source} to stages {to}: {what}"
@@ -143,7 +114,7 @@ class CutProof:
         hidden = sum(one.nbytes for one in self.boundaries if one.stage in between)
         sent, passed_on = hidden, hidden
         for skip in self.skips:
-            ways = ways_of_value(skip.uses, placement)
+            ways = ways_of_value(skip, placement)
             sent += skip.nbytes * sum(placement[edge.source] != placement[edge.destination] for edge in ways)
             last = max(skip.users, default=skip.source)
             passed_on += skip.nbytes * sum(skip.source < at <= last and at not in skip.held for at in between)
@@ -153,9 +124,8 @@ class CutProof:
         """Bytes of values of a microbatch forward between hosts: as they go, and straight from where they are made."""
         found = [0, 0]
         for skip in self.skips:
-            for number, ways in enumerate(
-                (ways_of_value(skip.uses, placement, hosts), ways_of_value(skip.uses, placement))
-            ):
+            for number, near in enumerate((hosts, None)):
+                ways = ways_of_value(skip, placement, near)
                 found[number] += skip.nbytes * sum(hosts[edge.source] != hosts[edge.destination] for edge in ways)
         return found[0], found[1]
 
@@ -178,7 +148,6 @@ class CutProof:
             )
 
     def __str__(self) -> str:
-        """A line per boundary, then what is wrong."""
         verdict = "proved" if self.holds else "not proved"
         lines = [*map(str, self.boundaries), *map(str, self.skips), *self.faults, *self.unproved]
         return "\n  ".join([f"{self.layout}: {verdict}", *lines])

@@ -19,17 +19,11 @@ _DROPS = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
 
 @frozen(eq=False, slots=False)
 class Outline:
-    """A model with its parameters on the meta device, over stages.
+    """A model with its parameters on the meta device, over stages."""
 
-    Attributes:
-        model: made by `meta_copy`.
-        assignment: of its layers and parameters.
-        layout: in its short form.
-    """
-
-    model: nn.Module
-    assignment: Assignment
-    layout: str
+    model: nn.Module  # made by `meta_copy`
+    assignment: Assignment  # of its layers and parameters
+    layout: str  # in its short form
 
     @cached_property
     def parts(self) -> tuple[str, ...]:
@@ -65,11 +59,7 @@ class Outline:
                 setattr(module, name, buffer.to(dtype(buffer)))  # the model's own buffer stays
 
     def take_modes(self, stage: nn.Module) -> None:
-        """Train or evaluate each module as ``stage`` does; those of other stages as made, unless all of it has changed.
-
-        Args:
-            stage: of the model, or all of it.
-        """
+        """Train or evaluate each module as ``stage`` does; those of others as made, unless all has changed."""
         own = dict(stage.named_modules())
         changed = stage.training != self._made[""]
         for name, module in self.model.named_modules():
@@ -78,7 +68,6 @@ class Outline:
 
     @cached_property
     def _made(self) -> dict[str, bool]:
-        """Whether each module was made in training mode."""
         return {name: module.training for name, module in self.model.named_modules()}
 
     def require_no_layerdrop(self) -> None:

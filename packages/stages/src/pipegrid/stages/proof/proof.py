@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from itertools import zip_longest
 from operator import itemgetter
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -24,16 +23,15 @@ from pipegrid.stages.host_state import HostState
 from pipegrid.stages.names import Names
 from pipegrid.stages.proof.boundaries import Boundary, Crossing, CutProof, Skip, named
 from pipegrid.stages.proof.outline import Outline
-from pipegrid.stages.proof.segments import ModelCall, difference
-from pipegrid.stages.proof.skipping import Crossings, crossings_of, is_there, running
-from pipegrid.stages.proof.trace import Trace, trace
+from pipegrid.stages.proof.segments import difference
+from pipegrid.stages.proof.skipping import Crossings, crossing, crossings_of, elsewhere, holders_of, is_there
+from pipegrid.stages.proof.trace import ModelCall, Trace, trace, traces
 from pipegrid.stages.proof.traced import Operation, Traced, ended_traces
 from pipegrid.stages.skeleton import Needs
 from pipegrid.stages.skips import Skips
 from pipegrid.stages.torch_compat import mapped_by_place, meta_copy, named_leaves, tree_leaves
 
-COMPARED = 100_000_000
-"""Parameters of the largest model whose stages are compared in numbers where their cut is not proved."""
+COMPARED = 100_000_000  # parameters of the largest model that is compared in numbers where its cut is not proved
 _NOTHING = Operation("", "", "", 0)
 
 
@@ -70,30 +68,16 @@ def prove_cut(
     assignment = assign(whole, layout, names)
     args, kwargs = called_with(batch)
     outline = Outline(meta_copy(whole, buffers=False), assignment, layout.short_text())
-    return proof_of(outline, args, kwargs, dropped=dropped_by(whole), loss=loss)[0]
+    return proof_of(outline, ModelCall(args, kwargs, loss=loss), dropped_by(whole))[0]
 
 
-def proof_of(
-    outline: Outline,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    *,
-    hidden: Mapping[str, Tensor] = MappingProxyType({}),
-    dropped: Sequence[str] = (),
-    loss: Callable[[Any], Any] | None = None,
-) -> tuple[CutProof, Needs]:
+def proof_of(outline: Outline, call: ModelCall, dropped: Sequence[str]) -> tuple[CutProof, Needs]:
     """The proof of a cut for a call of the model, and what stages need to know of the call.
 
-    Args:
-        outline: of the model and its cut.
-        args: of the call.
-        kwargs: of the call.
-        hidden: more of these, which stand for the result of the embedding.
-        dropped: names of arguments that stages behind the first are not called with.
-        loss: of what the model returns.
+    ``dropped``: names of arguments that stages behind the first are not called with.
     """
-    kwargs = without_cache(accepted_by(outline.model), kwargs)
-    call, host = ModelCall(args, kwargs, hidden, loss), HostState(outline.model)
+    call = evolve(call, kwargs=without_cache(accepted_by(outline.model), call.kwargs))
+    host = HostState(outline.model)
     try:
         with ended_traces():
             return _proof_of(outline, call, host, dropped)
@@ -103,31 +87,29 @@ def proof_of(
 
 def _proof_of(outline: Outline, call: ModelCall, host: HostState, dropped: Sequence[str]) -> tuple[CutProof, Needs]:
     assignment, layers, layout = outline.assignment, outline.assignment.layers, outline.layout
-    args, kwargs, hidden, loss = call.args, call.kwargs, call.hidden, call.loss
+    kwargs = call.kwargs
     given = {name: value for name, value in kwargs.items() if name not in dropped}
     compared = len(given) < len(kwargs) and not outline.encoder
     try:
-        first = trace(outline, args, kwargs, hidden=hidden, loss=loss, compared=compared)
-        runs = call.of(outline, host, first)
-        forward = first
+        forward = first = trace(outline, call, compared=compared)
+        runs = traces(outline, call, host, first)
         if any(one.cell.known for one in first.crossing):  # what a module keeps, such as a table, a stage makes itself
-            forward = runs[1] if runs[1:] else trace(outline, args, kwargs, hidden=hidden, loss=loss)
+            forward = runs[1] if runs[1:] else trace(outline, call)
         if compared:
             host.restore()
-        other = trace(outline, args, given, hidden=hidden, loss=loss, compared=True) if compared else first
+        other = trace(outline, evolve(call, kwargs=given), compared=True) if compared else first
     except Exception as error:  # noqa: BLE001 -- the model's code met tensors without values: any kind
         text = next(iter(str(error).splitlines()), "")
-        return CutProof(
-            layout, (), (), (f"the model does not run on shapes: {type(error).__name__}: {text}",), ()
-        ), Needs()
+        unproved = f"the model does not run on shapes: {type(error).__name__}: {text}"
+        return CutProof(layout, (), (), (unproved,), ()), Needs()
     order = _order(forward, layers)
     wrong = _drawn(forward, order) or order
     if wrong:
         return CutProof(layout, (), (wrong,), (), ()), Needs()
     places = {stage: assignment.before(stage) for stage in range(1, assignment.num_stages)}
-    crossed = crossings_of(forward, outline, _uses(forward, outline, {*places.values()}))
+    crossed = crossings_of(forward, outline, {*places.values()})
     changed = _changed(first, other, places) if compared else {}
-    lacking = crossings_of(other, outline, _uses(other, outline, {*places.values()})) if changed else crossed
+    lacking = crossings_of(other, outline, {*places.values()}) if changed else crossed
     # Called without these arguments, such a stage has another number of values than come to it, which is an error.
     full = frozenset(stage for stage in changed if crossed.coming(stage) != lacking.coming(stage))
     every, found = _crossings(forward, outline), _crossings(forward, outline, crossed.left)
@@ -138,20 +120,23 @@ def _proof_of(outline: Outline, call: ModelCall, host: HostState, dropped: Seque
         texts = tuple(f"{str(one.dtype).removeprefix('torch.')} {tuple(one.shape)}" for one in sent)
         after = layers[at - 1] if at else ""
         boundaries.append(Boundary(stage, after, texts, sum(one.nbytes for one in sent), tuple(found[at])))
+    missing = " and ".join(sorted(kwargs.keys() - given))
+    otherwise = f"stages behind the first have no {missing}, without which other code runs, first"
+    faults = (
+        *_parameters(forward, assignment, crossed.parameters),
+        *_split(forward),
+        *_drawn_by_host(forward),
+        *(f"{otherwise} {place(differs)}" for stage, differs in changed.items() if stage not in full),
+    )
     guesses = {one.line: one for one in forward.guesses}.values()
     proof = CutProof(
         layout,
         tuple(boundaries),
-        (
-            *_parameters(forward, assignment, crossed.parameters),
-            *_split(forward),
-            *_drawn_by_host(forward),
-            *(_without(one, sorted(kwargs.keys() - given)) for stage, one in changed.items() if stage not in full),
-        ),
+        faults,
         tuple(f"a value that the batch does not determine is read {place(one)}" for one in guesses),
         tuple(layer for number, layer in enumerate(layers[:-1], start=1) if not every[number]),
         outline.asked(kwargs),
-        () if skips is None else tuple(_handed_on(crossed)),
+        tuple(_handed_on(crossed)),
     )
     needs = Needs(
         tuple(_missing(forward, outline, places[assignment.num_stages - 1], crossed.skips)) if places else (),
@@ -166,7 +151,7 @@ def _proof_of(outline: Outline, call: ModelCall, host: HostState, dropped: Seque
     if skips is not None:
         host.restore()
         call = evolve(call, skips=frozenset(skips.uses))
-        runs = call.of(outline, host)
+        runs = traces(outline, call, host)
     if places and not proof.faults and not any(one.crossing for one in boundaries):
         other_way = difference(outline, call, runs, host, needs)
         proof = evolve(proof, faults=(other_way,)) if other_way else proof
@@ -188,7 +173,7 @@ def _crossings(
     end of an encoder, later boundaries send as well.
     """
     found: dict[int, dict[tuple[int, str], Crossing]] = {boundary: {} for boundary in range(forward.passed)}
-    for tensor, made, used, boundary in _crossing(forward, outline):
+    for tensor, made, used, boundary in crossing(forward, outline):
         if among is None or (id(made), id(used)) in among:
             # Of what a part has made the part is named, of the model's own code the line.
             value = Crossing(tuple(tensor.shape), str(tensor.dtype), tensor.nbytes, f"made {place(made)}", place(used))
@@ -196,34 +181,34 @@ def _crossings(
     return {boundary: tuple(values.values()) for boundary, values in found.items()}
 
 
-def _uses(
-    forward: Trace, outline: Outline, boundaries: AbstractSet[int]
-) -> Iterator[tuple[Traced, Operation, Operation]]:
-    """The uses of values across ``boundaries``, where they are not sent: tensor, maker, user."""
-    for tensor, made, used, boundary in _crossing(forward, outline):
-        if boundary in boundaries:
-            yield tensor, made, used
+def _split(forward: Trace) -> Iterator[str]:
+    """The first write in place to memory that a stage receives in two places."""
+    for operation in forward.split:
+        if id(operation) in forward.live:
+            yield f"what a stage sends twice as one tensor is two on the next one, and is written {place(operation)}"
+            return
 
 
-def _crossing(forward: Trace, outline: Outline) -> Iterator[tuple[Traced, Operation, Operation, int]]:
-    """The uses of values behind boundaries where they are not sent, each with such a boundary."""
-    first, encoded = outline.assignment.layers[0], None if outline.encoder is None else outline.encoder[1]
-    for tensor in forward.crossing:
-        for made, used in tensor.uses:
-            if id(used) not in forward.live:
-                continue
-            for boundary in range(made.passed, used.passed):
-                at = [boundary] if encoded is None or boundary <= encoded else [boundary, encoded]
-                at = [where for where in at if made.passed <= where]  # else it has been written to since
-                sent = any(tensor is one for where in at for one in forward.sent[where])
-                if not sent or (boundary == 0 and used.part != first):
-                    yield tensor, made, used, boundary
+def _drawn_by_host(forward: Trace) -> Iterator[str]:
+    if forward.host_drew:
+        yield (
+            f"the model draws from Python's or numpy's random generator between its layers ({forward.host_drew}), and "
+            "each stage draws other numbers"
+        )
 
 
 def _handed_on(crossed: Crossings) -> Iterator[Skip]:
     for value, uses in crossed.skips.uses.items():
         one = crossed.tensors[value]
-        yield Skip(str(value), tuple(one.shape), str(one.dtype), one.nbytes, uses.source, uses.users, uses.held)
+        yield Skip(
+            source=uses.source,
+            users=uses.users,
+            held=uses.held,
+            value=str(value),
+            shape=tuple(one.shape),
+            dtype=str(one.dtype),
+            nbytes=one.nbytes,
+        )
 
 
 def _longer(forward: Trace, ids: Any) -> bool:
@@ -239,27 +224,10 @@ def _missing(forward: Trace, outline: Outline, boundary: int, skips: Skips) -> I
         sent = sent + forward.sent[outline.encoder[1]]
     for path, leaf in named_leaves(forward.result):
         early = isinstance(leaf, Traced) and leaf.cell.placed and leaf.made.passed <= boundary
-        if early and not any(leaf is one for one in sent):
-            if skips.uses and is_there(forward, outline, skips, leaf, last):
-                continue
+        if not early or any(leaf is one for one in sent):
+            continue
+        if not (skips.uses and is_there(forward, outline, skips, leaf, last)):
             yield path
-
-
-def _split(forward: Trace) -> Iterator[str]:
-    """Writes in place to memory that a stage receives in two places."""
-    for operation in forward.split:
-        if id(operation) in forward.live:
-            yield f"what a stage sends twice as one tensor is two on the next one, and is written {place(operation)}"
-            return
-
-
-def _drawn_by_host(forward: Trace) -> Iterator[str]:
-    """Random numbers of the host between layers."""
-    if forward.host_drew:
-        yield (
-            f"the model draws from Python's or numpy's random generator between its layers ({forward.host_drew}), and "
-            "each stage draws other numbers"
-        )
 
 
 def _changed(forward: Trace, other: Trace, places: Mapping[int, int]) -> dict[int, Operation]:
@@ -273,11 +241,6 @@ def _changed(forward: Trace, other: Trace, places: Mapping[int, int]) -> dict[in
                 found[stage] = there if one is _NOTHING else one
                 break
     return found
-
-
-def _without(changed: Operation, dropped: Sequence[str]) -> str:
-    missing = " and ".join(dropped)
-    return f"stages behind the first have no {missing}, without which other code runs, first {place(changed)}"
 
 
 def _drawn(forward: Trace, order: str) -> str:
@@ -309,8 +272,8 @@ def _parameters(forward: Trace, assignment: Assignment, handed_on: AbstractSet[t
     Where a part of a later stage runs between layers, and no stage before that sends what depends on it, it is used on
     its own stage, which does all of the model's own code: a head of several predictions.
     """
-    for name, uses in _elsewhere(forward, assignment).items():
-        holders = _holders(name, assignment)
+    for name, uses in elsewhere(forward, assignment).items():
+        holders = holders_of(name, assignment)
         reached = [stage for one, stage in handed_on if one == name]
         wrong = [
             (use, first)
@@ -326,28 +289,11 @@ def _parameters(forward: Trace, assignment: Assignment, handed_on: AbstractSet[t
         yield f"{name} is on stage {min(holders)}, and stage {stage} uses it {place(use)}{moved}"
 
 
-def _elsewhere(forward: Trace, assignment: Assignment) -> dict[str, list[tuple[Operation, int]]]:
-    """The parameters that are used where no stage that runs then holds them: the uses, each with the first of these."""
-    found: dict[str, list[tuple[Operation, int]]] = {}
-    for name, uses in forward.parameters.items():
-        for use in uses:
-            first, last = running(use.passed, assignment)
-            if id(use) in forward.live and not any(first <= one <= last for one in _holders(name, assignment)):
-                found.setdefault(name, []).append((use, first))
-    return found
-
-
 def _beside(forward: Trace, assignment: Assignment) -> frozenset[str]:
     """The parts that run between layers, such as norms in a list, or after them on a stage that does not hold them."""
-    behind = {
-        use.part for uses in forward.parameters.values() for use in uses if 0 < use.passed <= len(assignment.layers)
-    }
-    return frozenset(behind | {use.part for uses in _elsewhere(forward, assignment).values() for use, _ in uses})
-
-
-def _holders(name: str, assignment: Assignment) -> set[int]:
-    tied = next((tie.stages for tie in assignment.ties if name in (tie.name, *tie.names)), None)
-    return {assignment.stage_of_parameter[name]} if tied is None else set(tied)
+    last = len(assignment.layers)
+    behind = {use.part for uses in forward.parameters.values() for use in uses if 0 < use.passed <= last}
+    return frozenset(behind | {use.part for uses in elsewhere(forward, assignment).values() for use, _ in uses})
 
 
 def _is_sent(forward: Trace, assignment: Assignment, use: Operation, first: int, holder: int) -> bool:
@@ -357,10 +303,7 @@ def _is_sent(forward: Trace, assignment: Assignment, use: Operation, first: int,
 
 
 class Proofs:
-    """Proofs of a cut, by what calls are made of: names, dtypes, None or not, flags.
-
-    Shared by the stages of one `pipeline_stage`.
-    """
+    """Proofs of a cut, which its stages share, by what calls are made of: names, dtypes, None or not, flags."""
 
     def __init__(self, model: nn.Module, assignment: Assignment, layout: str) -> None:
         self.outline = Outline(meta_copy(model, buffers=False), assignment, layout)
@@ -386,21 +329,14 @@ class Proofs:
         hidden: Tensor | None,
         comparison: Callable[[], Callable[[], None] | None] | None = None,
     ) -> Needs:
-        """Prove a call, unless one like it has been.
+        """Prove a call of ``stage``, by the arguments of the whole model, unless one like it has been.
 
-        What cannot be proved, a warning says; numbers decide it where a model is small (`COMPARED`).
+        What cannot be proved, a warning says; numbers decide it where a model is small (`COMPARED`): ``comparison`` is
+        asked for what compares loss and gradients with those of the whole model, None: not on this stage. ``hidden``
+        stands for the result of the embedding, of a stage that is called without the ids.
 
-        Args:
-            stage: that is called.
-            args: of the call of the whole model.
-            kwargs: likewise.
-            hidden: of a stage that is called without the ids, what stands for the result of the embedding.
-            comparison: asked, where a call is not proved, for what compares its loss and gradients with those of the
-                whole model; None: not on this stage.
-
-        Raises:
-            CutError: more than what stages send crosses a boundary, a stage computes in another way than the model, or
-                the numbers differ.
+        Raises CutError where more than what stages send crosses a boundary, a stage computes in another way than the
+        model, or the numbers differ.
         """
         key = _key(stage, args, kwargs, hidden)
         if key in self._held:
@@ -439,7 +375,7 @@ class Proofs:
             self.outline.take_modes(stage)
             self.outline.require_no_layerdrop()
             embedded = {} if hidden is None else {"inputs_embeds": hidden}
-            self._found[key] = proof_of(self.outline, args, kwargs, hidden=embedded, dropped=self._dropped)
+            self._found[key] = proof_of(self.outline, ModelCall(args, kwargs, embedded), self._dropped)
         return self._found[key]
 
 
@@ -448,10 +384,7 @@ def _key(stage: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], hidde
     given = []
     for name, one in kwargs.items():  # most are tensors
         given.append((name, (one.dtype, one.dim()) if isinstance(one, Tensor) else _kind(one)))
-    return stage.training, hidden is None, *map(_kind, args), *sorted(given, key=_NAME)
-
-
-_NAME = itemgetter(0)
+    return stage.training, hidden is None, *map(_kind, args), *sorted(given, key=itemgetter(0))
 
 
 def _kind(value: Any) -> object:
@@ -477,9 +410,8 @@ class Absent(Tensor):
         return made
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(cls, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Raise: the value is not here. It has no gradient, which FSDP2 asks of all that a stage returns."""
-        del types
         if func == _HAS_GRADIENT:
             return False
         place = next(one.place for one in tree_leaves((args, kwargs)) if isinstance(one, Absent))

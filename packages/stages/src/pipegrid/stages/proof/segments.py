@@ -7,14 +7,14 @@ through Python, or ask of the model, is found by what it changes.
 
 from __future__ import annotations
 
+import math
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from itertools import zip_longest
 from typing import Any
 
-from attrs import evolve, frozen
+from attrs import evolve
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -24,7 +24,7 @@ from pipegrid.stages.calls import accepted_by, by_name
 from pipegrid.stages.flow import StageFlow
 from pipegrid.stages.host_state import HostState
 from pipegrid.stages.proof.outline import Outline
-from pipegrid.stages.proof.trace import Trace, device_of, first_of, line_of, run, tensors_of, trace, watch
+from pipegrid.stages.proof.trace import ModelCall, Trace, first_of, line_of, run, tensors_of, traces, watch
 from pipegrid.stages.proof.traced import Operation, traced_in
 from pipegrid.stages.skeleton import Needs, Placeholder, StageRun, skeleton_of, without_floats
 from pipegrid.stages.skips import SkipCarrier, Skips, Value
@@ -34,38 +34,10 @@ _NOTHING = Operation("", "", "", 0)
 _HOST = "what layers share through Python, or ask of the model, is not sent between stages"
 
 
-@frozen(eq=False)
-class ModelCall:
-    """A call of the whole model, to be traced; attributes as the arguments of `trace`."""
-
-    args: Sequence[Any]
-    kwargs: Mapping[str, Any]
-    hidden: Mapping[str, Tensor]
-    loss: Callable[[Any], Any] | None = None
-    unlike: bool = False
-    skips: AbstractSet[Value] = frozenset()
-
-    def of(self, outline: Outline, host: HostState, first: Trace | None = None) -> list[Trace]:
-        """Traces of the whole model: one, ``first`` if it has run; two where it has left something on the host.
-
-        What a later layer leaves there, an earlier one reads in the next forward.
-        """
-        options = {"hidden": self.hidden, "loss": self.loss, "unlike": self.unlike, "skips": self.skips}
-        runs = [first or trace(outline, self.args, self.kwargs, **options)]  # type: ignore[arg-type]
-        return [*runs, trace(outline, self.args, self.kwargs, **options)] if host.changed() else runs  # type: ignore[arg-type]
-
-
 def difference(outline: Outline, call: ModelCall, runs: Sequence[Trace], host: HostState, needs: Needs) -> str:
-    """The first difference of a stage from the whole model, in words; "" where there is none.
+    """The first difference of a stage from ``runs``, traces of the whole model, in words; "" where there is none.
 
-    Where layers read numbers that are not there, all is run again with others in their place.
-
-    Args:
-        outline: of the model and its cut.
-        call: of the whole model.
-        runs: its traces.
-        host: before them.
-        needs: of the stages.
+    Where layers read numbers that are not there, all is run again with others in their place. ``host``: before it.
     """
     found = _first_difference(outline, call, runs, host, needs)
     if found or not any(runs[0].reads.values()):
@@ -73,7 +45,7 @@ def difference(outline: Outline, call: ModelCall, runs: Sequence[Trace], host: H
     host.restore()
     unlike = evolve(call, unlike=True)
     try:
-        runs = unlike.of(outline, host)
+        runs = traces(outline, unlike, host)
     except Exception:  # noqa: BLE001 -- numbers that no forward has: the model's code may raise anything, and proves nothing
         return ""
     return _first_difference(outline, unlike, runs, host, needs)
@@ -131,10 +103,10 @@ class _Stage(nn.Module):
         self.carrier.prepare(self.skips)  # its hooks come before those of a trace
         # Tensors of other stages, which a trace shows by their names as well:
         self.ghosts = [
-            (table, key, one, joined(joined(part.name, path) if path else part.name, key))
+            (table, key, one, joined(path, key))
             for part in self.whole.modules()
             if isinstance(part, Placeholder)
-            for path, inner in part.ghost.named_modules()
+            for path, inner in part.ghost.named_modules(prefix=part.name)
             for table in (inner._parameters, inner._buffers)  # noqa: SLF001 -- the tensors take part in no forward of a stage
             for key, one in table.items()
             if one is not None
@@ -160,7 +132,7 @@ class _Stage(nn.Module):
         first = min(before, encoders or before)  # what the encoder has sent, each stage behind it has
         first = max(first, first_of(self.outline, call.skips))
         there = frozenset(self.skips.there(self.number))
-        mode = Trace(device_of(call.args, call.kwargs), unlike=call.unlike, first=first, skips=there)
+        mode = Trace(call, first=first, skips=there)
         names = self.outline.first_names
         own = {f"whole.{name}": one for name, one in tensors_of(mode, self.whole, names).items()}
         for table, key, one, name in self.ghosts:
@@ -189,7 +161,7 @@ class _Stage(nn.Module):
 
         with ExitStack() as stack:
             watch(mode, stack, self.outline, self.whole)
-            run(mode, forward, call.args, call.kwargs, call.loss if self.last else None)
+            run(mode, forward, call, call.loss if self.last else None)
         return mode
 
     def difference(self, whole: Trace, found: Trace) -> str:
@@ -202,14 +174,8 @@ class _Stage(nn.Module):
             own = uses.source == self.number and not value.is_parameter
             if own and whole.skipped.get(value) != found.skipped.get(value):
                 return self._named(runs, [whole.given[value]], [], f"{value}, which it hands on")
-        applied = [
-            [
-                one
-                for one in run.applied
-                if (first if self.number else 0) <= one.passed and (self.last or one.passed <= after)
-            ]
-            for run in runs
-        ]
+        least, most = first if self.number else 0, math.inf if self.last else after
+        applied = [[one for one in run.applied if least <= one.passed <= most] for run in runs]
         for ours, theirs in zip_longest(*applied, fillvalue=_NOTHING):
             if ours.signature != theirs.signature:
                 return self._text(ours, theirs)

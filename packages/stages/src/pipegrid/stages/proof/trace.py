@@ -16,26 +16,19 @@ from collections.abc import Set as AbstractSet
 from contextlib import ExitStack, contextmanager
 from functools import cached_property, partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
+from attrs import field, frozen
 from torch import Tensor, nn
 from torch.func import functional_call
 
 from pipegrid.stages.assignment import joined
 from pipegrid.stages.errors import CutError
-from pipegrid.stages.generators import generators_as_before
+from pipegrid.stages.generators import generators_as_before, seed_host
+from pipegrid.stages.host_state import HostState
 from pipegrid.stages.proof.outline import Outline
-from pipegrid.stages.proof.traced import (
-    OVERWRITING,
-    Cell,
-    Lists,
-    Operation,
-    Traced,
-    read,
-    traced_in,
-)
+from pipegrid.stages.proof.traced import OVERWRITING, Cell, Lists, Operation, Traced, read, traced_in
 from pipegrid.stages.skips import Value, place_in
 from pipegrid.stages.torch_compat import (
     TorchDispatchMode,
@@ -59,83 +52,59 @@ _TORCH, _HERE, _LIBRARY = (str(Path(file).parent) + os.sep for file in (torch.__
 _SITE = os.sep + "site-packages" + os.sep
 
 
-class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Runs operations on what is behind traced tensors, and notes which values cross boundaries.
+@frozen(eq=False)
+class ModelCall:
+    """A call of the whole model, to be traced."""
 
-    Attributes:
-        order: the layers in the order in which they returned, by number.
-        passed: number of boundaries passed: 1 since the first layer began, ``i + 2`` since layer ``i`` returned.
-        sent: per boundary, the tensors that a stage sends there.
-        dicts: the boundaries at which it sends a dict.
-        crossing: tensors that were used behind a boundary that was passed after their making.
-        parameters: the uses of each parameter.
-        guesses: operations outside of layers and parts by which the host read what the batch does not determine.
-        draws: those by which it read a random number.
-        result: what the forward returned.
-        writes: an operation wrote in place to what another part has made, or to the batch.
-        split: operations that wrote in place to what is sent twice at one boundary.
-        encoder: where the encoder returned a dict, its type and the key of the encoder's output.
-        behind: where asked for, the operations behind the first boundary that have no values, each with digests of
-            those inputs that the batch determines.
-        parts: the layers and parts that run now.
-        operations: those that have no values, in their order.
-        applied: calls of functions with a backward of their own, whose arguments their operations may not show.
-        ends: per boundary, what the tensors were made of that a stage sends there (see `reference`).
-        results: per boundary, stand-ins for what a stage sends there: the model may write to that later.
-        reads: how many numbers the host has read of values that are not there, by part.
-        returned: what parts and layers have returned, by identity: the tensor, the value, the operation that wrote it.
-        inside: the same of modules inside of layers that have hooks, by which the model's own code takes their results.
-        results_inside: by their names, what they return in the first call, without tensors.
-        filled: by layer, the entries that it puts into mappings among its arguments, by name and key, without tensors.
-        skipped: of the values of ``skips`` that this model has, what each was made of.
-        given: stand-ins for them, which stages have in their place.
-        host_drew: where the model's own code drew from Python's or numpy's generator behind the first layer.
-    """
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    hidden: Mapping[str, Tensor] = field(factory=dict)  # for the result of the embedding; their shapes are read
+    loss: Callable[[Any], Any] | None = None  # of what the forward returns, traced as well
+    unlike: bool = False  # the host reads other numbers in place of values that are not there
+    skips: AbstractSet[Value] = frozenset()  # values that stages have of others
+
+
+class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Runs operations on what is behind traced tensors, and notes which values cross boundaries."""
 
     def __init__(
-        self,
-        device: torch.device,
-        *,
-        compared: bool = False,
-        unlike: bool = False,
-        first: int = 0,
-        skips: AbstractSet[Value] = frozenset(),
+        self, call: ModelCall, *, compared: bool = False, first: int = 0, skips: AbstractSet[Value] = frozenset()
     ) -> None:
-        """Trace on ``device``, from the boundary ``first`` at which a stage begins.
-
-        ``compared`` and ``unlike`` as of `trace`; ``skips``: the values that stages have, by their own parts or from
-        others.
-        """
+        """Trace ``call`` from the boundary ``first``, where a stage begins; ``skips``: the values that stages have."""
         super().__init__()  # type: ignore[no-untyped-call]
-        self.device, self.running = device, False
-        self.order: list[int] = []
-        self.passed = 0
-        self.sent: dict[int, list[Traced]] = {}
-        self.dicts: set[int] = set()
-        self.crossing: list[Traced] = []
-        self.parameters: dict[str, list[Operation]] = {}
-        self.guesses: list[Operation] = []
-        self.draws: list[Operation] = []
-        self.result: Any = None
-        self.writes = False
-        self.split: list[Operation] = []
-        self.encoder: tuple[type, str] | None = None
+        tensors = tensors_in((tuple(call.args), dict(call.kwargs)))
+        self.device, self.running = tensors[0].device if tensors else torch.device("cpu"), False
+        self.order: list[int] = []  # the layers in the order in which they returned, by number
+        self.passed = 0  # boundaries passed: 1 since the first layer began, ``i + 2`` since layer ``i`` returned
+        self.sent: dict[int, list[Traced]] = {}  # per boundary, the tensors that a stage sends there
+        self.dicts: set[int] = set()  # the boundaries at which it sends a dict
+        self.crossing: list[Traced] = []  # tensors that were used behind a boundary that was passed after their making
+        self.parameters: dict[str, list[Operation]] = {}  # the uses of each parameter
+        self.guesses: list[Operation] = []  # by which the model's own code reads what the batch does not determine
+        self.draws: list[Operation] = []  # operations by which the host read a random number
+        self.result: Any = None  # what the forward returned
+        self.writes = False  # an operation wrote in place to what another part has made, or to the batch
+        self.split: list[Operation] = []  # operations that wrote in place to what is sent twice at one boundary
+        self.encoder: tuple[type, str] | None = None  # where it returned a dict: its type, the key of its output
+        # where asked for, the operations without values behind the first boundary, with digests of known inputs
         self.behind: list[tuple[Operation, tuple[int, ...]]] | None = [] if compared else None
-        self.parts: list[str] = []
-        self.operations: list[Operation] = []
-        self.applied: list[Operation] = []
-        self.ends: dict[int, list[str]] = {}
-        self.results: dict[int, Any] = {}
-        self.reads: Counter[str] = Counter()
-        self.host_drew = ""
+        self.parts: list[str] = []  # the layers and parts that run now
+        self.operations: list[Operation] = []  # those that have no values, in their order
+        self.applied: list[Operation] = []  # calls of functions with a backward of their own, with arguments
+        self.ends: dict[int, list[str]] = {}  # per boundary, what the sent tensors were made of (see `reference`)
+        self.results: dict[int, Any] = {}  # per boundary, stand-ins for what is sent, which may be written to later
+        self.reads: Counter[str] = Counter()  # how many numbers the host has read of values that are not there, by part
+        self.host_drew = ""  # where the model's own code drew from Python's or numpy's generator behind the first layer
+        # what parts and layers have returned, by identity: the tensor, the value, the operation that wrote it
         self.returned: dict[int, tuple[Traced, Value, Operation]] = {}
+        # the same of modules inside of layers with hooks, by which the model's own code takes their results
         self.inside: dict[int, tuple[Traced, Value, Operation]] = {}
-        self.results_inside: dict[str, Any] = {}
-        self.filled: dict[str, dict[str, dict[Any, Any]]] = {}
-        self.skipped: dict[Value, str] = {}
-        self.given: dict[Value, Traced] = {}
+        self.results_inside: dict[str, Any] = {}  # by their names, what they return in the first call, without tensors
+        self.filled: dict[str, dict[str, dict[Any, Any]]] = {}  # what layers put into mappings among their arguments
+        self.skipped: dict[Value, str] = {}  # of the values of ``skips`` that this model has, what each was made of
+        self.given: dict[Value, Traced] = {}  # stand-ins for them, which stages have in their place
         self._skips, self._calls = skips, Counter[str]()
-        self._unlike, self._first = unlike, first
+        self._unlike, self._first = call.unlike, first
         self._count = 0
         self._digests: dict[object, str] = {}
         self._drawn: dict[int, tuple[Any, int, tuple[str, ...]]] = {}  # per generator: itself, its state, draws of it
@@ -245,10 +214,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     # ---- Values
 
     def outside(self, value: Any, *, parameter: str = "", state: bool = False) -> Any:
-        """The traced tensor for one from outside: a parameter has no values, others are copied.
-
-        ``state``: a parameter or buffer, to which a model writes where it will.
-        """
+        """The traced tensor for one from outside: a ``parameter`` has no values, a model writes to ``state`` freely."""
         if isinstance(value, Traced) and value.owner is not self:
             if not value.cell.known:
                 raise CutError("the model keeps a tensor of an earlier forward that the batch did not determine")
@@ -263,11 +229,12 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._outside[id(value)] = value, made
         return self._outside[id(value)][1]
 
-    def placed(self, value: Tensor) -> Traced:
-        """A tensor with the shape of ``value`` that one stage has made."""
+    def placed(self, value: Tensor, *, known: bool = False) -> Traced:
+        """A tensor that one stage has made, with the shape of ``value``; with its values where these are ``known``."""
         with without_modes():
-            inner = on_meta(value.behind if isinstance(value, Traced) else value.detach())
-        return Traced.of(self, inner, self._cell(inner, Cell(False, True, self._given)), self._given, placed=True)
+            inner = value.behind if isinstance(value, Traced) else value.detach()
+            inner = inner.detach().clone() if known else on_meta(inner)
+        return Traced.of(self, inner, self._cell(inner, Cell(known, True, self._given)), self._given, placed=True)
 
     def _cell(self, inner: Tensor, new: Cell) -> Cell:
         """The cell of the storage of ``inner``, which is ``new`` if it has none."""
@@ -279,13 +246,13 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     # ---- Operations
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run ``func`` on values where the batch determines all of them, else on shapes."""
-        del types
         args, kwargs = tree_map(self.outside, args), tree_map(self.outside, kwargs or {})
         inputs = traced_in((args, kwargs))
         targets = traced_in(written_by(func, args, kwargs))
-        replaced = targets if func in OVERWRITING and _covers_storage(targets[0]) else []
+        whole = func in OVERWRITING and targets[0].behind.nbytes == targets[0].behind.untyped_storage().nbytes()
+        replaced = targets if whole else []
         inputs = [one for one in inputs if not any(one is other for other in replaced)]
         random = is_random(func)
         known = not random and all(one.cell.known for one in inputs)
@@ -311,13 +278,16 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if placed and known and not tensors_in(outs):
             self.guess(operation)
         for one in targets:
-            self._write(one.cell, operation)
+            # A write for which a stage needs memory of its own, or of which it has not all that this changes:
+            made = one.cell.written
+            self.writes |= made is self._given or (made is not self._state and made.part != operation.part)
+            self.split += [operation] if one.cell.twice else []
             one.cell.known, one.cell.placed, one.cell.drawn = known, placed, drawn
             one.cell.written, one.cell.through = operation, one
-        made = tree_map(lambda out: self._made(out, targets, operation, placed=placed, drawn=drawn), outs)
-        for nth, one in enumerate(traced_in(made)):
+        results = tree_map(lambda out: self._made(out, targets, operation, placed=placed, drawn=drawn), outs)
+        for nth, one in enumerate(traced_in(results)):
             one.nth = nth if one.origin is operation else one.nth
-        return made
+        return results
 
     def _use(self, tensor: Traced, operation: Operation) -> None:
         operation.after += [tensor.origin, tensor.cell.written]
@@ -329,13 +299,6 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if not tensor.uses:
                 self.crossing.append(tensor)
             tensor.uses.append((tensor.made, operation))
-
-    def _write(self, cell: Cell, operation: Operation) -> None:
-        """Note a write in place, where a stage needs memory of its own for it, or has not all that it changes."""
-        made = cell.written
-        self.writes |= made is self._given or (made is not self._state and made.part != operation.part)
-        if cell.twice:
-            self.split.append(operation)
 
     def _run(self, func: Any, args: Any, kwargs: Any, operation: Operation, *, known: bool) -> Any:
         if known:
@@ -374,7 +337,6 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._cell(tensor.behind, tensor.cell)
 
     def _shape(self, value: Any) -> Any:
-        """The tensor behind a traced one, without values."""
         if not isinstance(value, Traced):
             return value
         if not value.cell.known:
@@ -397,12 +359,15 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._note_draws()
         self.parts.append(name)
         self._outer.append(_host_generators())
-        _seed_host_generators(zlib.crc32(name.encode()))
+        seed_host(zlib.crc32(name.encode()))
 
     def end(self, result: Any, besides: Sequence[tuple[str, Any]] = ()) -> None:
         """The part returns ``result``, and leaves ``besides`` in its arguments: tensors, each with its place."""
         name = self.parts.pop()
-        _set_host_generators(self._outer.pop())
+        python, numpy = self._outer.pop()
+        random.setstate(python)
+        if numpy is not None:
+            sys.modules["numpy.random"].set_state(pickle.loads(numpy))  # noqa: S301 -- written here
         self._returns(name, result, self.returned, besides)
 
     def _returns(
@@ -431,11 +396,6 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self.passed > 1 and not self.host_drew and state != self._host:
             self.host_drew = _line()
         self._host = state
-
-    def watch_part(self, stack: ExitStack, part: nn.Module, name: str) -> None:
-        """Until the end of ``stack``, note when ``part`` begins and returns."""
-        stack.enter_context(part.register_forward_pre_hook(lambda _, __: self.begin(name)))
-        stack.enter_context(part.register_forward_hook(lambda _, __, result: self.end(result)))
 
     def watch_layer(self, stack: ExitStack, layer: nn.Module, name: str, number: int, *, ends: bool) -> None:
         """Watch a layer, which begins or ends at a boundary."""
@@ -499,11 +459,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return tree_map_only(Tensor, lambda one: made.setdefault(id(one), self._stand_in(one)), sent)
 
     def _stand_in(self, value: Tensor) -> Traced:
-        if not (isinstance(value, Traced) and value.cell.known):
-            return self.placed(value)
-        with without_modes():
-            inner = value.behind.detach().clone()
-        return Traced.of(self, inner, self._cell(inner, Cell(True, True, self._given)), self._given, placed=True)
+        return self.placed(value, known=isinstance(value, Traced) and value.cell.known)
 
 
 def _behind(operations: list[Operation]) -> set[int]:
@@ -541,22 +497,8 @@ def _state_of(generator: torch.Generator | None) -> int:
 
 
 def _host_generators() -> Any:
-    """The states of Python's generator and, where it is in use, of numpy's."""
     numpy: Any = sys.modules.get("numpy.random")
     return random.getstate(), None if numpy is None else pickle.dumps(numpy.get_state())
-
-
-def _set_host_generators(states: Any) -> None:
-    random.setstate(states[0])
-    if states[1] is not None:
-        sys.modules["numpy.random"].set_state(pickle.loads(states[1]))  # noqa: S301 -- written here
-
-
-def _seed_host_generators(seed: int) -> None:
-    random.seed(seed)
-    numpy: Any = sys.modules.get("numpy.random")
-    if numpy is not None:
-        numpy.seed(seed)
 
 
 @contextmanager
@@ -584,10 +526,6 @@ def _digest(tensor: Tensor) -> int:
     return zlib.crc32(data, hash(tensor.shape) & 0xFFFFFFFF)
 
 
-def _covers_storage(tensor: Traced) -> bool:
-    return tensor.behind.nbytes == tensor.behind.untyped_storage().nbytes()
-
-
 def _line() -> str:
     """The innermost line of code that is neither torch's nor Python's."""
     frame = sys._getframe(2)  # noqa: SLF001
@@ -606,40 +544,25 @@ def _is_models(file: str) -> bool:
     return not file.startswith((_TORCH, _HERE)) and (_SITE in file or not file.startswith(_LIBRARY))
 
 
-def trace(
-    outline: Outline,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    *,
-    hidden: Mapping[str, Tensor] = MappingProxyType({}),
-    loss: Callable[[Any], Any] | None = None,
-    compared: bool = False,
-    unlike: bool = False,
-    skips: AbstractSet[Value] = frozenset(),
-) -> Trace:
-    """Run a model once, without gradients.
+def trace(outline: Outline, call: ModelCall, *, compared: bool = False) -> Trace:
+    """Run a model once, without gradients; ``compared``: fill `Trace.behind`."""
+    mode = Trace(call, compared=compared, first=first_of(outline, call.skips), skips=call.skips)
 
-    Args:
-        outline: of the model.
-        args: positional arguments of its forward.
-        kwargs: those by name.
-        hidden: more of these, which stand for the result of the embedding; their shapes are read.
-        loss: a function of what the forward returns, traced as well.
-        compared: fill `Trace.behind`.
-        unlike: give the host other numbers in place of those that it reads of values that are not there.
-        skips: values that stages have of others.
-    """
-    mode = Trace(device_of(args, kwargs), compared=compared, unlike=unlike, first=first_of(outline, skips), skips=skips)
-
-    def call(given: Any) -> Any:
-        given[1].update({name: mode.placed(one) for name, one in hidden.items()})
+    def forward(given: Any) -> Any:
+        given[1].update({name: mode.placed(one) for name, one in call.hidden.items()})
         return functional_call(outline.model, own, *given, tie_weights=False)
 
     with ExitStack() as stack:
         own = tensors_of(mode, outline.model, outline.first_names)
         watch(mode, stack, outline, outline.model)
-        run(mode, call, args, kwargs, loss)
+        run(mode, forward, call, call.loss)
     return mode
+
+
+def traces(outline: Outline, call: ModelCall, host: HostState, first: Trace | None = None) -> list[Trace]:
+    """Traces of the whole model: one, ``first`` if it has run; two where it has left something on the host."""
+    runs = [first or trace(outline, call)]  # what a later layer leaves there, an earlier one reads in the next forward
+    return [*runs, trace(outline, call)] if host.changed() else runs
 
 
 def first_of(outline: Outline, skips: AbstractSet[Value]) -> int:
@@ -651,21 +574,12 @@ def first_of(outline: Outline, skips: AbstractSet[Value]) -> int:
     return int(bool(skips) and outline.assignment.num_stages > 1)
 
 
-def device_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.device:
-    """The device of the first tensor of a call."""
-    tensors = tensors_in((tuple(args), dict(kwargs)))
-    return tensors[0].device if tensors else torch.device("cpu")
-
-
 def tensors_of(mode: Trace, model: nn.Module, parameters: Mapping[str, str]) -> dict[str, Any]:
     """The traced tensors of a model, by name; those of ``parameters`` have no values."""
     made = {}
     for path, module in model.named_modules():  # each once: `functional_call` leaves what is given twice in its place
-        own = (
-            *module.named_parameters("", recurse=False, remove_duplicate=False),
-            *module.named_buffers("", recurse=False),
-        )
-        for key, one in own:
+        own = module.named_parameters("", recurse=False, remove_duplicate=False)
+        for key, one in (*own, *module.named_buffers("", recurse=False)):
             name = joined(path, key)
             made[name] = mode.outside(one, parameter=parameters.get(name, ""), state=True)
     return made
@@ -678,25 +592,21 @@ def watch(mode: Trace, stack: ExitStack, outline: Outline, model: nn.Module) -> 
         last_of_encoder = encoder is not None and number == encoder[1] - 1
         mode.watch_layer(stack, model.get_submodule(name), name, number, ends=not last_of_encoder)
     for name in outline.parts:
-        mode.watch_part(stack, model.get_submodule(name), name)
+        part = model.get_submodule(name)
+        stack.enter_context(part.register_forward_pre_hook(lambda _, __, name=name: mode.begin(name)))
+        stack.enter_context(part.register_forward_hook(lambda _, __, result: mode.end(result)))
     if encoder is not None:
         hook = model.get_submodule(encoder[0]).register_forward_hook
         stack.enter_context(hook(lambda _, __, result: mode.end_encoder(result)))
 
 
-def run(
-    mode: Trace,
-    call: Callable[[Any], Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    loss: Callable[[Any], Any] | None,
-) -> None:
-    """Trace ``call`` of the arguments, and ``loss`` of what it returns."""
-    given = tree_map(mode.outside, (tuple(args), dict(kwargs)))
+def run(mode: Trace, forward: Callable[[Any], Any], call: ModelCall, loss: Callable[[Any], Any] | None) -> None:
+    """Trace ``forward`` of the arguments of ``call``, and ``loss`` of what it returns."""
+    given = tree_map(mode.outside, (tuple(call.args), dict(call.kwargs)))
     with generators_as_before(), torch.no_grad(), Lists(), _noting_functions(mode), mode:
         mode.running = True
         try:
-            result = call(given)
+            result = forward(given)
             mode.result = result if loss is None else loss(result)
         finally:
             mode.running = False  # its tensors take part in nothing more

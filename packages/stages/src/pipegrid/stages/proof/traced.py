@@ -2,8 +2,7 @@
 
 A `Traced` tensor claims the device of the batch. Behind it is a tensor with values, or one on the meta device: what
 depends on a parameter has no values, so that a model of any size is traced in the memory of its batch. What is known of
-a value belongs to its storage, so that a write through one view is seen through every other one. Operators that
-overwrite, read values of the host, or index by masks are treated apart.
+a value belongs to its storage, so that a write through one view is seen through every other one.
 """
 
 from __future__ import annotations
@@ -30,54 +29,31 @@ OVERWRITING = frozenset({_aten.copy_.default, _aten.zero_.default, _aten.fill_.S
 
 @define(eq=False)
 class Operation:
-    """One operation of a traced forward.
+    """One operation of a traced forward."""
 
-    Attributes:
-        name: such as ``aten.add.Tensor``; "" for what the forward was given.
-        part: the layer or part that was running, by its dotted name; "" for the model's own code.
-        line: the line of the model's code, ``file.py:12``.
-        passed: number of boundaries passed.
-        after: the operations that made its inputs.
-        inputs: those without values, each with the operation that had written it.
-        text: the operation with its arguments; tensors by their shapes, parameters by their names.
-        signature: of the operation, its arguments and all that these were made of; "" where the batch determines it.
-        number: of operations before it.
-        draws: it draws random numbers.
-    """
-
-    name: str
-    part: str
-    line: str
-    passed: int
-    after: list[Operation] = field(factory=list, repr=False)
-    inputs: list[tuple[Traced, Operation]] = field(factory=list, repr=False)
-    text: str = ""
-    signature: str = field(default="", repr=False)
-    number: int = 0
-    draws: bool = False
+    name: str  # such as ``aten.add.Tensor``; "" for what the forward was given
+    part: str  # the layer or part that was running, by its dotted name; "" for the model's own code
+    line: str  # the line of the model's code, ``file.py:12``
+    passed: int  # number of boundaries passed
+    after: list[Operation] = field(factory=list, repr=False)  # the operations that made its inputs
+    inputs: list[tuple[Traced, Operation]] = field(factory=list, repr=False)  # those without values, and their writers
+    text: str = ""  # the operation with its arguments; tensors by their shapes, parameters by their names
+    signature: str = field(default="", repr=False)  # of all that it was made of; "" where the batch determines it
+    number: int = 0  # of operations before it
+    draws: bool = False  # it draws random numbers
 
 
 @define(eq=False)
 class Cell:
-    """The content of a storage.
+    """The content of a storage."""
 
-    Attributes:
-        known: the batch alone determines it, and it has values.
-        placed: a stage needs a parameter, a random number or a part of another stage to make it.
-        written: the last operation that wrote to it.
-        through: the tensor through which that operation wrote, where it wrote in place.
-        drawn: random numbers alone, and the batch, determine it.
-        twice: a stage sends it twice at one boundary, and the next stage has it in two places.
-        storages: of the tensors behind the traced ones.
-    """
-
-    known: bool
-    placed: bool
-    written: Operation
-    through: Any = None
-    drawn: bool = False
-    twice: bool = False
-    storages: list[Any] = field(factory=list)
+    known: bool  # the batch alone determines it, and it has values
+    placed: bool  # a stage needs a parameter, a random number or a part of another stage to make it
+    written: Operation  # the last operation that wrote to it
+    through: Any = None  # the tensor through which that operation wrote, where it wrote in place
+    drawn: bool = False  # random numbers alone, and the batch, determine it
+    twice: bool = False  # a stage sends it twice at one boundary, and the next stage has it in two places
+    storages: list[Any] = field(factory=list)  # of the tensors behind the traced ones
 
 
 _made: ContextVar[list[weakref.ref[Traced]] | None] = ContextVar("_made", default=None)
@@ -98,29 +74,17 @@ def ended_traces() -> Iterator[None]:
 
 
 class Traced(Tensor):
-    """A tensor of a traced forward.
+    """A tensor of a traced forward."""
 
-    Attributes:
-        owner: the trace.
-        behind: its values, or its shape on the meta device.
-        cell: what its storage holds.
-        origin: the operation that made this view of the storage.
-        placed: a stage needed a parameter, a random number or a part of another stage to make this view.
-        uses: pairs of operations, the one that made its value and one that used it behind a boundary.
-        parameter: its name, if it is one.
-        nth: among the results of its origin.
-        arrived: its place in what is sent at a boundary, and the operation that had written it last; None elsewhere.
-    """
-
-    owner: Any
-    behind: Tensor
+    owner: Any  # the trace
+    behind: Tensor  # its values, or its shape on the meta device
     cell: Cell
-    origin: Operation
-    placed: bool
-    uses: list[tuple[Operation, Operation]]
-    parameter: str
-    nth: int
-    arrived: tuple[str, Operation] | None
+    origin: Operation  # the operation that made this view of the storage
+    placed: bool  # a stage needed a parameter, a random number or a part of another stage to make this view
+    uses: list[tuple[Operation, Operation]]  # pairs: what made its value, and what used it behind a boundary
+    parameter: str  # its name, if it is one
+    nth: int  # among the results of its origin
+    arrived: tuple[str, Operation] | None  # its place in what is sent at a boundary, and the last to write it
 
     @staticmethod
     def of(
@@ -177,7 +141,6 @@ class Traced(Tensor):
         return format(repr(self) if self.dim() else self.item(), spec)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        """The shape, and whether there are values."""
         return f"Traced({tuple(self.shape)}, {self.dtype}, {'known' if self.cell.known else 'unknown'})"
 
 
@@ -216,6 +179,7 @@ def _grouped_shape(a: torch.Size, b: torch.Size, offsets: torch.Size) -> tuple[i
 
 
 def _every_place(indices: list[Any]) -> list[Any]:
+    """Indices with as many places as a mask has elements, for each axis of a mask."""
     found: list[Any] = []
     for index in indices:
         if is_mask(index):
@@ -228,8 +192,7 @@ def _every_place(indices: list[Any]) -> list[Any]:
 class Lists(TorchFunctionMode):
     """``torch.tensor`` of a list that holds traced tensors, which reads memory, becomes a stack of them."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        del types
+    def __torch_function__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         options = kwargs or {}
         if func in (torch.tensor, torch.as_tensor) and traced_in(args):
             return _stacked(args[0]).to(dtype=options.get("dtype"), device=options.get("device"))

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from pipegrid.core.fields import Count, checked
 from pipegrid.stages.errors import CutError
 
-IGNORED = -100
-"""The label of a token that counts in no loss, as in Hugging Face's models."""
+IGNORED = -100  # the label of a token that counts in no loss, as in Hugging Face's models
 
 
 def sequence_slices(

@@ -7,7 +7,7 @@ values out of the cache. Unlike in generation they belong to the graph of their 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,14 +19,13 @@ from pipegrid.stages.errors import CutError
 from pipegrid.stages.transformers_compat import cache_name, require_known_names
 
 if TYPE_CHECKING:
-    from pipegrid.stages.slicing.part import SequenceSlice
+    from pipegrid.stages.slicing.slice_cache import SequenceSlice
 
+# Arguments whose values for a token do not depend on later tokens.
 _INPUTS = ("input_ids", "inputs_embeds", "attention_mask", "position_ids")
-"""Arguments whose values for a token do not depend on later tokens."""
 _LABELS = ("shift_labels", "num_items_in_batch")
 _ATTENTION = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
-_WITHOUT = frozenset({"moe", "mlp"})
-"""Kinds of layers that keep nothing."""
+_WITHOUT = frozenset({"moe", "mlp"})  # kinds of layers that keep nothing
 
 
 def forward_of_slice(
@@ -34,15 +33,15 @@ def forward_of_slice(
     assignment: Assignment,
     number: int,
     part: SequenceSlice,
+    cache_argument: str,
     tokens: Tensor,
     given: Mapping[str, Any],
-    cache_argument: str,
     forward: Callable[[dict[str, Any]], Any],
 ) -> Any:
     """Run ``forward`` on the slice ``part``, with the cache of the microbatch among its arguments ``given``.
 
-    ``tokens``: the ids or hidden states of the slice; ``number``: of the stage of the model ``whole``;
-    ``cache_argument``: of `cache_name`.
+    ``number`` is that of the stage of the model ``whole``, ``cache_argument`` that of `cache_name`; ``tokens`` are the
+    ids or hidden states of the slice.
     """
     given = {name: value for name, value in given.items() if value is not None}
     unknown = given.keys() - {*_INPUTS, *_LABELS}
@@ -137,25 +136,19 @@ def other_states(model: nn.Module, layers: Iterable[str], config: Any) -> list[s
 
 def require_length(model: nn.Module, length: int, what: str, error: type[Exception]) -> None:
     """Raise where a rotary module has other frequencies for a text of ``length`` tokens than for its parts."""
-    for name, rope_type, limit in _limits(model):
-        if limit is None or length > limit:
-            raise error(
-                f"{name} has rope_type {rope_type!r}, whose frequencies depend on the length of a forward above "
-                f"{'an unknown length' if limit is None else f'{limit} tokens'}; {what} {length}"
-            )
-
-
-def _limits(model: nn.Module) -> Iterator[tuple[str, str, int | None]]:
-    """The rotary modules with frequencies by length: name, kind, and the tokens up to which they are fixed."""
     for name, module in model.named_modules():
         found = getattr(module, "rope_type", None)
-        by_layer = found if isinstance(found, Mapping) else {None: found}
-        for layer_type, rope_type in by_layer.items():
+        for layer_type, rope_type in (found if isinstance(found, Mapping) else {None: found}).items():
             if not isinstance(rope_type, str) or not ("dynamic" in rope_type or rope_type == "longrope"):
                 continue
-            limit = getattr(module, "original_max_seq_len", None)
+            limit = getattr(module, "original_max_seq_len", None)  # tokens up to which frequencies are fixed
             parameters = getattr(getattr(module, "config", None), "rope_parameters", None) or {}
             parameters = parameters if layer_type is None else parameters.get(layer_type, {})
             if rope_type == "longrope":
                 limit = parameters.get("original_max_position_embeddings", limit)
-            yield name or type(model).__name__, rope_type, limit
+            if limit is None or length > limit:
+                above = "an unknown length" if limit is None else f"{limit} tokens"
+                raise error(
+                    f"{name or type(model).__name__} has rope_type {rope_type!r}, whose frequencies depend on the "
+                    f"length of a forward above {above}; {what} {length}"
+                )

@@ -329,6 +329,17 @@ def test_a_module_compiled_in_place_makes_another_runtime(constructions):
     assert constructions["PipelineRuntime"] == 2
 
 
+def test_what_others_write_on_a_parameter_makes_none(constructions):
+    """As torch.compile of 2.15 does in its first call."""
+    model = model_of()
+    for note in (None, "unguarded"):
+        model.layers[0].weight.of_another_library = note
+        alone(model)
+        vars(model.layers[0].weight).clear()
+        alone(model)
+    assert constructions["PipelineRuntime"] == 1
+
+
 def test_autocast_is_that_of_the_call():
     model = model_of()
     seen = []

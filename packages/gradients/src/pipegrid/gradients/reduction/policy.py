@@ -24,7 +24,7 @@ from pipegrid.core.graph import ModuleGraph
 from pipegrid.gradients.dtensors import fsdp_divisors
 from pipegrid.gradients.errors import GradientError
 from pipegrid.gradients.groups import collection_of, device_of, group_of, replica_group, require_groups, size_of
-from pipegrid.gradients.layout import marks_of
+from pipegrid.gradients.layout import Marks, marks_of
 from pipegrid.gradients.main_grad import accumulation_dtype
 from pipegrid.gradients.reduction.reduce import BUCKET_BYTES, GradientReduction
 from pipegrid.gradients.reduction.replicas import meet_replicas, require_equal_norms, require_equal_parameters
@@ -356,6 +356,7 @@ def observed(models: Sequence[torch.nn.Module]) -> tuple[object, ...]:
                 if not sharded:
                     shape = parameter.shape if plain or not is_lazy(parameter) else None
                     found += (id(parameter), shape, parameter.dtype, parameter.device)
-                if not plain or vars(parameter):  # most carry no mark
-                    found += (marks_of(parameter), accumulation_dtype(parameter))
+                if not plain or vars(parameter):  # most carry nothing; torch.compile leaves a word of its own on some
+                    marks = marks_of(parameter), accumulation_dtype(parameter)
+                    found += () if marks == (Marks(), parameter.dtype) else marks
     return tuple(found)

@@ -12,13 +12,7 @@ from typing import Annotated, TypeAlias
 from attrs import field, frozen
 
 from pipegrid.core.fields import Index, Name, checked, checked_arguments, checked_fields, instance, integer
-from pipegrid.goodput.durations import (
-    Duration,
-    DurationOrNever,
-    GivenOrNever,
-    GivenPositive,
-    PositiveDuration,
-)
+from pipegrid.goodput.durations import Duration, DurationOrNever, GivenOrNever, GivenPositive, PositiveDuration
 from pipegrid.planner.errors import JobError
 
 MEAN_FAILURES = 1000
@@ -88,12 +82,9 @@ class Failures:
                 start, end = own[-1][0], max(own.pop()[1], end)
             own.append((start, end))
         found = [
-            (time, back, at)
-            for at, spans in enumerate(away)
-            for span in spans
-            for back, time in enumerate(map(float, span))
+            (time, bool(back), at) for at, spans in enumerate(away) for span in spans for back, time in enumerate(span)
         ]
-        return tuple((time, bool(back), at) for time, back, at in sorted(found) if time < self.duration)
+        return tuple(event for event in sorted(found) if event[0] < self.duration)
 
     @cached_property
     def count(self) -> int:

@@ -11,10 +11,9 @@ from attrs.filters import exclude
 
 from pipegrid.core.tables import table, text_table
 from pipegrid.goodput.durations import duration_text
-from pipegrid.goodput.goodput import Goodput
-from pipegrid.goodput.interval import daly_goodput
-from pipegrid.goodput.outages import Failures
-from pipegrid.goodput.simulate import CAUSES, Outcome, Scenario
+from pipegrid.goodput.goodput import Goodput, daly_goodput
+from pipegrid.goodput.simulate import CAUSES, Outcome
+from pipegrid.goodput.throughput import Throughput
 
 
 def goodput_table(found: Goodput, *, terminal: bool = False) -> str:
@@ -55,12 +54,15 @@ def every_text(found: Goodput, outcome: Outcome) -> str:
 def _assumed(found: Goodput) -> str:
     scenario, failures = found.scenario, found.scenario.failures
     text = duration_text
-    often = f", one every {text(failures.mtbf)}, {_away(failures)}" if failures.count else ""
+    away = [outage.end - outage.start for outage in failures.outages]
+    never = away.count(math.inf)
+    back = f"{never} nodes never back" if never else f"nodes back after {text(mean(away or [0.0]))}"
+    often = f", one every {text(failures.mtbf)}, {back}" if failures.count else ""
     restart = scenario.restart_seconds(scenario.throughput.nodes)
     each = [f"restart {text(restart)}", f"checkpoint {text(scenario.checkpoint)}"]
     each += [f"written after {text(scenario.write)} more"] if scenario.write else []
     policies = {outcome.policy for outcome in found.outcomes}
-    each += [f"new plan {text(scenario.replan)}{_rerouted(scenario)}"] if "re-plan" in policies else []
+    each += [f"new plan {text(scenario.replan)}{_rerouted(scenario.replanned)}"] if "re-plan" in policies else []
     if "spare" in policies:
         each += [f"{scenario.spares} of the nodes spare, promoted in {text(scenario.promote)}"]
     return (
@@ -69,20 +71,12 @@ def _assumed(found: Goodput) -> str:
     )
 
 
-def _rerouted(scenario: Scenario) -> str:
-    if scenario.replanned is None:
+def _rerouted(replanned: Throughput | None) -> str:
+    if replanned is None:
         return ""
-    fewer = scenario.replanned.nodes - 1
-    if scenario.replanned.least > fewer:
+    if replanned.least == replanned.nodes:
         return " (a dead node stops all replicas of a position: a restart)"
-    return f" (by peers: a step takes {duration_text(scenario.replanned.step(fewer))} with a node dead)"
-
-
-def _away(failures: Failures) -> str:
-    lengths = [outage.end - outage.start for outage in failures.outages if outage.end < math.inf]
-    if len(lengths) < len(failures.outages):
-        return f"{len(failures.outages) - len(lengths)} nodes never back"
-    return f"nodes back after {duration_text(mean(lengths))}"
+    return f" (by peers: a step takes {duration_text(replanned.step(replanned.nodes - 1))} with a node dead)"
 
 
 def _advice(found: Goodput) -> str:
@@ -115,13 +109,12 @@ def goodput_json(found: Goodput) -> str:
         57
     """
     scenario = found.scenario
-    given = exclude("throughput", "failures", "replanned")
     data = {
         "nodes": scenario.throughput.nodes,
         "step": scenario.step,
         "duration": scenario.failures.duration,
         "failures": scenario.failures.count,
-        **asdict(scenario, recurse=False, filter=given),
+        **asdict(scenario, recurse=False, filter=exclude("throughput", "failures", "replanned")),
         "outcomes": [asdict(outcome) for outcome in found.outcomes],
         "daly": found.daly if scenario.failures.count else None,
     }

@@ -23,7 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from pipegrid.gradients.dtensors import is_dtensor
 from pipegrid.stages.errors import CutError, few
 from pipegrid.stages.generators import capture_torch, generators_as_before
-from pipegrid.training.pipeline.exchange import RankExchange, described
+from pipegrid.training.pipeline.exchange import RankExchange, first_with
 from pipegrid.training.pipeline.one_process import are_equal
 from pipegrid.transport.collectives.differences import listed
 
@@ -34,38 +34,23 @@ _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 @frozen(eq=False)
 class _Updated:
-    """A parameter before and after an optimizer's step.
+    """A parameter before and after an optimizer's step."""
 
-    Attributes:
-        kind: the name of its class.
-        options: of the parameter's group, as plain data.
-        before: the parameter.
-        gradient: of it, as the optimizer was given it.
-        state: that the optimizer had of it, such as one of a checkpoint.
-        after: the parameter after the step.
-    """
-
-    kind: str
-    options: Mapping[str, Any]
+    kind: str  # the name of the optimizer's class
+    options: Mapping[str, Any]  # of the parameter's group, as plain data
     before: Tensor
-    gradient: Tensor | None
-    state: Mapping[str, Any]
+    gradient: Tensor | None  # as the optimizer was given it
+    state: list[list[Any]]  # names and values that the optimizer had of it, such as those of a checkpoint
     after: list[Tensor] = field(factory=list)
 
 
 @define(eq=False)
 class FirstUpdate:
-    """The updates of this rank's optimizers after a step that was compared; every rank makes one.
+    """The updates of this rank's optimizers after a step that was compared; every rank makes one."""
 
-    Attributes:
-        named: the parameters to train by the names that the script has for them.
-        ranks: of the job.
-        limit: the largest error, of a norm, that rounding explains.
-    """
-
-    named: Callable[[], Iterable[tuple[str, nn.Parameter]]]
+    named: Callable[[], Iterable[tuple[str, nn.Parameter]]]  # the parameters to train, by the script's names
     ranks: RankExchange
-    limit: float
+    limit: float  # the largest error, of a norm, that rounding explains
     _steps: int = field(default=0, init=False)
     _gradients: dict[str, Tensor] = field(factory=dict, init=False)  # of the last step
     _updated: dict[str, _Updated] = field(factory=dict, init=False)
@@ -108,7 +93,8 @@ class FirstUpdate:
             gradient = None if one.grad is None else one.grad.clone()
             if is_dtensor(one):
                 self._why_not = "parameters are sharded"
-            state = {key: _clone(value) for key, value in optimizer.state.get(one, {}).items()}
+            held_state = optimizer.state.get(one, {}).items()
+            state = [[key, value.detach().clone() if isinstance(value, Tensor) else value] for key, value in held_state]
             if names[id(one)] in self._updated:
                 self._why_not = f"optimizers update {names[id(one)]} twice between two steps"
             self._updated[names[id(one)]] = _Updated(kind, options, one.detach().clone(), gradient, state)
@@ -146,10 +132,7 @@ class FirstUpdate:
         own = {
             "why": self._why_not or unended,
             "held": [name for name, _ in self.named()],
-            "updated": {
-                name: [one.kind, one.options, [described(each) for each in _tensors(one)], _without_tensors(one.state)]
-                for name, one in self._updated.items()
-            },
+            "updated": {name: [one.kind, one.options] for name, one in self._updated.items()},
             "scale": self._scale(),
         }
         told = self.ranks.plain(own)
@@ -190,32 +173,27 @@ class FirstUpdate:
     def _right(self, told: Sequence[Mapping[str, Any]]) -> dict[str, tuple[Tensor, Tensor]] | None:
         """Parameters before and after the update of one process, on all ranks; None where it fails, which is said."""
         rank = self.ranks.rank
-        holders = {name: number for number, each in reversed([*enumerate(told)]) for name in each["updated"]}
-        forms = {name: told[number]["updated"][name] for name, number in holders.items()}
-        table = [form for _, _, tensors, _ in forms.values() for form in tensors]
-        here: list[Tensor | None] = []
-        for name, number in holders.items():
-            here += _tensors(self._updated[name]) if number == rank else [None] * len(forms[name][2])
-        every = iter(self.ranks.tensors(table, here))
-        arrived = {name: [next(every) for _ in tensors] for name, (_, _, tensors, _) in forms.items()}
-        weights = {name: nn.Parameter(before.clone()) for name, (before, *_) in arrived.items()}
-        plain: dict[str, Any] = {}
+        holders = first_with([each["updated"] for each in told])
+        own = {
+            name: [one.before, one.gradient, one.state] for name, one in self._updated.items() if holders[name] == rank
+        }
+        arrived = {name: one for each in self.ranks.nested(own) for name, one in each.items()}
+        found: dict[str, Any] = {}
         if rank == 0:
-            states = {}
-            for name, (_, gradient, *state) in arrived.items():
+            weights = {name: nn.Parameter(before.clone()) for name, (before, *_) in arrived.items()}
+            for name, (_, gradient, _) in arrived.items():
                 weights[name].grad = gradient
-                states[name] = _with_tensors(forms[name][3], state)
+            options = {name: told[number]["updated"][name] for name, number in holders.items()}
             try:
-                self._update(weights, {name: (kind, options) for name, (kind, options, *_) in forms.items()}, states)
+                self._update(weights, options, {name: dict(state) for name, (*_, state) in arrived.items()})
+                found = {"after": {name: one.detach() for name, one in weights.items()}}
             except Exception as error:  # noqa: BLE001 (told to all ranks: they wait for what is found)
-                plain = {"why": f"{type(error).__name__}: {error}"}
-        why = self.ranks.plain(plain, after_first=True)[0].get("why")
-        if why:
-            self.ranks.say_not_compared(why)
+                found = {"why": f"{type(error).__name__}: {error}"}
+        right = self.ranks.nested(found, after_first=True)[0]
+        if "why" in right:
+            self.ranks.say_not_compared(right["why"])
             return None
-        values = [one.detach() if rank == 0 else None for one in weights.values()]
-        found = self.ranks.tensors([before for _, _, (before, *_), _ in forms.values()], values)
-        return {name: (arrived[name][0], after) for name, after in zip(weights, found, strict=True)}
+        return {name: (arrived[name][0], after) for name, after in right["after"].items()}
 
     def _update(
         self,
@@ -253,10 +231,10 @@ class FirstUpdate:
 
 def _otherwise(told: Sequence[Mapping[str, Any]]) -> list[str]:
     """In words, where ranks give copies of a parameter other options, or scale gradients by a number of their own."""
-    lines, first = [], {name: each["updated"][name] for each in reversed(told) for name in each["updated"]}
+    lines, first = [], {name: one for each in reversed(told) for name, one in each["updated"].items()}
     for rank, each in enumerate(told):
         for name, one in each["updated"].items():
-            if one[:2] != first[name][:2]:
+            if one != first[name]:
                 lines.append(f"{name}: {_apart(one, first[name])} on rank {rank} and on others")
         for name in each["held"]:
             if name in first and name not in each["updated"]:
@@ -277,7 +255,7 @@ def _otherwise(told: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def _apart(one: Sequence[Any], other: Sequence[Any]) -> str:
     """In words, how two copies of a parameter are updated otherwise."""
-    (kind, options, *_), (of, others, *_) = one, other
+    (kind, options), (of, others) = one, other
     if kind != of:
         return f"{kind} and {of}"
     keys = [key for key in {**options, **others} if options.get(key) != others.get(key)]
@@ -298,29 +276,6 @@ def _why_not(optimizer: Optimizer, args: Any, kwargs: Any) -> str | None:
     if not all(_is_plain(value) for group in optimizer.param_groups for value in _options(group).values()):
         return f"{name} has options that are neither numbers nor texts"
     return None
-
-
-def _clone(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, Tensor) else value
-
-
-def _tensors(one: _Updated) -> list[Tensor | None]:
-    """The parameter, its gradient, and what of its state are tensors."""
-    return [one.before, one.gradient, *(value for value in one.state.values() if isinstance(value, Tensor))]
-
-
-def _without_tensors(state: Mapping[str, Any]) -> list[list[Any]]:
-    """Plain data for a state: names, the devices of tensors, other values."""
-    return [
-        [key, value.device.type, None] if isinstance(value, Tensor) else [key, None, value]
-        for key, value in state.items()
-    ]
-
-
-def _with_tensors(plain: Sequence[Sequence[Any]], tensors: Sequence[Tensor]) -> dict[str, Any]:
-    """The state of `_without_tensors`."""
-    rest = iter(tensors)
-    return {key: next(rest).to(device) if device is not None else value for key, device, value in plain}
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from pipegrid.core.fields import Index, checked, shown
 from pipegrid.gradients import TiedParameters
 from pipegrid.layout import PipelineParallelLayerLayout
 from pipegrid.monitor import JobFailedError
-from pipegrid.schedules import Monitor, stage_places
+from pipegrid.schedules import Monitor, PipelineConfig, stage_places
 from pipegrid.stages import Names, pipeline_stage, tie_stage_parameters, ties_of
 from pipegrid.stages.assignment import as_layout, pp_size
 from pipegrid.stages.generators import seed_of
@@ -27,6 +27,8 @@ from pipegrid.topology import GroupSpec, HyperCommGrid, control_store, create_gr
 from pipegrid.topology import create_groups as create_rank_groups
 from pipegrid.topology.bounded_calls import bounded
 from pipegrid.topology.ending import destroy_groups
+from pipegrid.training.pipeline.microbatches import Share
+from pipegrid.training.pipeline.rows import Rows
 from pipegrid.transport.collectives.differences import listed
 
 ModelFactory = Callable[[], nn.Module]
@@ -101,6 +103,31 @@ class PipelineModule:
                 stage.place(places)
         made = [stage.to(device) for stage in made]
         return [stage.requires_grad_(False) for stage in made] if self.frozen else made
+
+
+@frozen(eq=False)
+class JobSetup:
+    """What the steps of a job share; ``stages``, ``groups``, ``shares`` and ``generators``: of this rank, by module."""
+
+    modules: Mapping[str, PipelineModule]
+    graph: ModuleGraph
+    edges: Mapping[tuple[str, str], EdgeOptions]
+    stages: Mapping[str, Sequence[Any]]
+    groups: Mapping[str, Any]
+    config: PipelineConfig
+    schedule: str
+    loss: Callable[[Any, Any], Any] | None  # of the script; None: the model's own
+    rows: Rows  # how microbatches are cut, and shared among replicas
+    device: torch.device
+    replica: int  # whose batch this rank reads, of `replicas`
+    replicas: int
+    shares: Mapping[str, Share]  # the part of each microbatch that this rank's replica has
+    generators: Mapping[str, torch.Generator]  # a draw seeds each forward
+    named: Callable[[], Iterable[tuple[str, nn.Parameter]]]  # the parameters to train, by the script's names
+
+    def prefix(self, module: str) -> str:
+        """The prefix of the names of a module's parameters, where there are several modules."""
+        return f"{module}." if len(self.modules) > 1 else ""
 
 
 def hosts_of(grid: HyperCommGrid, places: Sequence[int], hosts: Mapping[int, str]) -> list[tuple[str, ...]]:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 from attrs import frozen
 from torch import Tensor
@@ -114,40 +113,6 @@ def largest_difference(one: Any, other: Any, rows: int) -> float | None:
         return None
     by_row = [(a.double(), b.double()) for a, b in pairs if a.dim() and len(a) == rows and a.is_floating_point()]
     return max((float((a - b).norm() / b.norm().clamp(min=1e-12)) for a, b in by_row), default=None)
-
-
-def as_plain(value: Any) -> tuple[Any, list[Tensor]]:
-    """Plain data for ``value``, a batch, and its tensors, which `of_plain` takes; None for what is not plain data."""
-    tensors: list[Tensor] = []
-
-    def plain(each: Any) -> Any:
-        if isinstance(each, (Tensor, np.ndarray)):
-            tensors.append(torch.as_tensor(each).detach())
-            return {"tensor": len(tensors) - 1, "array": not isinstance(each, Tensor)}
-        if isinstance(each, Mapping) and all(isinstance(name, str) for name in each):
-            return {"dict": [[name, plain(inner)] for name, inner in each.items()]}
-        if type(each) in (list, tuple):
-            return {type(each).__name__: [plain(inner) for inner in each]}
-        if type(each) in (str, int, float, bool, type(None)):
-            return {"value": each}
-        raise TypeError(type(each).__name__)
-
-    try:
-        return plain(value), tensors
-    except TypeError:
-        return None, []
-
-
-def of_plain(plain: Any, tensors: Sequence[Tensor]) -> Any:
-    """The value that `as_plain` was called with; mappings are dicts."""
-    ((kind, held),) = [(kind, held) for kind, held in plain.items() if kind != "array"]
-    if kind == "tensor":
-        return tensors[held].cpu().numpy() if plain["array"] else tensors[held]
-    if kind == "dict":
-        return {name: of_plain(each, tensors) for name, each in held}
-    if kind == "value":
-        return held
-    return {"list": list, "tuple": tuple}[kind]([of_plain(each, tensors) for each in held])
 
 
 @contextmanager

@@ -28,15 +28,14 @@ from pipegrid.schedules.megatron import describe_steps
 from pipegrid.stages import Names, Stage
 from pipegrid.stages.assignment import names_of_ties
 from pipegrid.stages.generators import states_as_before
-from pipegrid.topology import HyperCommGrid, ProcessGroupCollection, replica_of
+from pipegrid.topology import HyperCommGrid, ProcessGroupCollection
 from pipegrid.training.generation import Sampling, generate
 from pipegrid.training.generation.generate import evaluating
 from pipegrid.training.pipeline.counts import beginning, require_one_call
-from pipegrid.training.pipeline.first_step import FirstStep
-from pipegrid.training.pipeline.losses import GivenLoss, OwnLoss
 from pipegrid.training.pipeline.microbatches import microbatches, shares
 from pipegrid.training.pipeline.modules import (
     EndOfJob,
+    JobSetup,
     ModelFactory,
     PipelineModule,
     create_groups,
@@ -201,43 +200,32 @@ class Pipeline:
             tied_parameters=(*config.tied_parameters, *tied),
             monitor=config.monitor or monitor_of(monitor, self.device, ranks),
         )
-        named = partial(
-            _named, self.stages, behind=len(described) > 1
-        )  # a method of this would keep lanes until a garbage collection
-        self._steps = Steps(
-            own,
+        setup = JobSetup(
+            described,
+            graph,
+            options,
             self.stages,
             self.groups,
-            own_shares,
-            self.communicator,
             self.config,
             schedule,
-            OwnLoss() if loss is None else GivenLoss(loss),
+            loss,
+            self._cut["rows"],
             self.device,
             self.replica,
-            all(replica_of(self.grids[name], self.grids[name].ranks[0])[1] == 1 for name in graph.sinks),
+            self.replicas,
+            own_shares,
             self.generators,
-            self._cut["rows"],
-            named,
-            FirstStep.of(
-                described,
-                graph,
-                options,
-                self.stages,
-                self.config,
-                loss,
-                self._cut["rows"],
-                self.device,
-                named,
-                self.replica,
-                own_shares,
-                self.replicas,
-            ),
+            # A method of this would keep lanes until a garbage collection.
+            partial(_named, self.stages, behind=len(described) > 1),
         )
-        if any(module.num_stages > 1 for module in described.values()):
-            self._steps.connect = partial(_reconnected, connect, weakref.ref(self))
-            self._steps.places = places
-            self._steps.host = checked(host, str | None, "host", StepArgumentError) or socket.gethostname()
+        is_cut = any(module.num_stages > 1 for module in described.values())
+        self._steps = Steps(
+            setup,
+            self.communicator,
+            places,
+            checked(host, str | None, "host", StepArgumentError) or socket.gethostname(),
+            partial(_reconnected, connect, weakref.ref(self)) if is_cut else None,
+        )
 
     def step(self, batch: Batch, *, routes: Routes | None = None) -> Tensor:
         """Forwards and backwards of a batch: gradients are added, averaged over the tokens of all replicas.
@@ -297,7 +285,7 @@ class Pipeline:
             found = generate(
                 **self._steps.arguments(parts),
                 max_new_tokens=max_new_tokens,
-                schedule=self._steps.schedule,
+                schedule=self._steps.job.schedule,
                 sampling=sampling,
                 eos_token_id=eos_token_id,
                 pad_token_id=pad_token_id,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -14,12 +14,11 @@ import cattrs
 import torch
 import torch.distributed as dist
 from attrs import define, field
-from torch import Tensor, nn
+from torch import Tensor
 
 from pipegrid.checkpoint.gathering import gather_plain, wait_for_all
 from pipegrid.core.edge import Edge
 from pipegrid.core.errors import StepArgumentError
-from pipegrid.core.graph import ModuleGraph
 from pipegrid.gradients import tied_stages
 from pipegrid.gradients.all_reduce import reduce_few
 from pipegrid.monitor.collectives import Waiting
@@ -40,13 +39,16 @@ from pipegrid.schedules.megatron.call import LastStep, LossSums
 from pipegrid.stages import Stage
 from pipegrid.stages.generators import generators_as_before, seed_by
 from pipegrid.timeline import Track
+from pipegrid.topology import replica_of
 from pipegrid.training.pipeline.counts import MICROBATCHES, CallMeeting, StepCounts, sums_of
 from pipegrid.training.pipeline.exchange import RankExchange
 from pipegrid.training.pipeline.first_step import FirstStep
 from pipegrid.training.pipeline.first_update import FirstUpdate
 from pipegrid.training.pipeline.losses import (
     TOLD,
+    GivenLoss,
     MicrobatchLoss,
+    OwnLoss,
     Told,
     Weighed,
     are_apart,
@@ -54,9 +56,8 @@ from pipegrid.training.pipeline.losses import (
     sum_of,
     sum_on_host,
 )
-from pipegrid.training.pipeline.microbatches import Microbatch, Share, forms_of, shared_microbatches, signature
-from pipegrid.training.pipeline.modules import PipelineModule, hosts_of
-from pipegrid.training.pipeline.rows import Rows
+from pipegrid.training.pipeline.microbatches import Microbatch, forms_of, shared_microbatches, signature
+from pipegrid.training.pipeline.modules import JobSetup, hosts_of
 from pipegrid.transport.base import Communicator
 from pipegrid.transport.collectives.small_all_gather import SmallAllGather
 from pipegrid.transport.collectives.waiting import host_collectives
@@ -65,46 +66,19 @@ from pipegrid.transport.streams import has_streams
 
 @define(eq=False)
 class Steps:
-    """The arguments that all steps of a job share.
+    """The steps of a job on this rank."""
 
-    Attributes:
-        modules: on this rank.
-        stages: by module, those of this rank.
-        groups: by module.
-        shares: by module, the part of each microbatch that this rank's replica has.
-        communicator: of the job.
-        config: of all stages.
-        schedule: its name.
-        loss: of a last stage's output, weighed among the microbatches of the step.
-        device: of the stages.
-        replica: whose batch this rank reads.
-        is_one_batch: whether the losses of a step are all of one batch, in one replica; the same on all ranks.
-        generators: by module; a draw seeds each forward.
-        rows: how microbatches are shared among replicas.
-        named: the parameters to train by the names that the script has for them.
-        first: what compares the first step that trains with one process; None afterwards.
-        connect: makes the communicator anew, with edges past stages by module; None behind the first call.
-        places: by module, the pp rank of each stage; ``host``: what this rank shares with those near it.
-    """
-
-    modules: Mapping[str, PipelineModule]
-    stages: Mapping[str, Sequence[Any]]
-    groups: Mapping[str, Any]
-    shares: Mapping[str, Share]
+    job: JobSetup
     communicator: Communicator
-    config: PipelineConfig
-    schedule: str
-    loss: MicrobatchLoss
-    device: torch.device
-    replica: int
-    is_one_batch: bool
-    generators: Mapping[str, torch.Generator]
-    rows: Rows
-    named: Callable[[], Iterable[tuple[str, nn.Parameter]]]
-    first: FirstStep | None = None
-    connect: Callable[[Mapping[str, Sequence[Edge]]], Communicator] | None = None
-    places: Mapping[str, Sequence[int]] = field(factory=dict)
-    host: str = ""
+    places: Mapping[str, Sequence[int]]  # the pp rank of each stage, by module
+    host: str  # what this rank shares with those near it
+    connect: Callable[[Mapping[str, Sequence[Edge]]], Communicator] | None
+    """Makes the communicator anew, with edges past stages by module; None behind the first call."""
+    first: FirstStep | None = field(init=False)
+    """Compares the first step that trains with one process; None afterwards."""
+    is_one_batch: bool = field(init=False)
+    """Whether the losses of a step are all of one batch, in one replica; the same on all ranks."""
+    loss: MicrobatchLoss = field(init=False)
     _comparing: FirstStep | None = field(default=None, init=False)
     _update: FirstUpdate | None = field(default=None, init=False)
     _unchecked: list[tuple[Tensor, StepCounts, CallMeeting]] = field(factory=list, init=False)
@@ -117,15 +91,14 @@ class Steps:
     """Of the running step; None outside of one, and while tokens are generated."""
 
     def __attrs_post_init__(self) -> None:
-        self._step = get_forward_backward_func(schedule=self.schedule)
-        self._streamed = has_streams(self.device)
-        self._set_config(self.config)
-
-    @property
-    def _graph(self) -> ModuleGraph:
-        graph = self.communicator.job.graph
-        assert graph is not None  # a communicator of modules
-        return graph
+        job = self.job
+        self.loss = OwnLoss() if job.loss is None else GivenLoss(job.loss)
+        grids = [job.modules[name].grid for name in job.graph.sinks]
+        self.is_one_batch = all(replica_of(grid, grid.ranks[0])[1] == 1 for grid in grids)
+        self._step = get_forward_backward_func(schedule=job.schedule)
+        self._streamed = has_streams(job.device)
+        self.first = FirstStep.of(job)
+        self._set_config(job.config)
 
     def arguments(self, parts: Sequence[Mapping[str, Any]], routes: Routes | None = None) -> dict[str, Any]:
         """The arguments of a step function.
@@ -140,19 +113,21 @@ class Steps:
             )
         forms = forms_of(parts)
         read: dict[str, list[Iterator[Microbatch]]] = {}
-        for name, stages in self.stages.items():
+        for name, stages in self.job.stages.items():
             counts = name in self._losing
-            own = shared_microbatches(parts, forms, self.shares[name], self.device, self.rows, counts=counts)
+            own = shared_microbatches(
+                parts, forms, self.job.shares[name], self.job.device, self.job.rows, counts=counts
+            )
             if routes is not None:
-                own = _passing(routes, self.replica, name, own)
+                own = _passing(routes, self.job.replica, name, own)
             read[name] = [iter(own) for _ in stages]
         return {
             "forward_step_func": self._forward_step,
             "data_iterator": read,
-            "model": self.stages,
+            "model": self.job.stages,
             "num_microbatches": len(parts),
             "p2p_communicator": self.communicator,
-            "pg_collection": self.groups,
+            "pg_collection": self.job.groups,
             "batch": signature(forms),
             **({} if routes is None else {"routes": routes}),
         }
@@ -178,8 +153,8 @@ class Steps:
         soon = update is not None and update.is_soon
         together = number is not None and (self.connect, first) == (None, None) and not soon  # the same on all ranks
         what = f"the {'mean loss' if together else 'counts'} of {call}()"
-        waiting = Waiting(self.config.deadline, self.config.monitor, what, of_step=together)
-        meeting = CallMeeting(call, self.device, self.config.job_group, waiting, self._gather)
+        waiting = Waiting(self.job.config.deadline, self.job.config.monitor, what, of_step=together)
+        meeting = CallMeeting(call, self.job.device, self.job.config.job_group, waiting, self._gather)
         if together and self._losing:  # a last stage, which has to wait now; the others are ready before it is
             meeting.expect()
         if not together:
@@ -192,7 +167,7 @@ class Steps:
         if first is not None:
             meeting.wait()  # a rank that is in another call does not come to the comparison
             self._comparing = first if first.begin(parts, batch) else None
-        counts = StepCounts.told(meeting) if number is None else StepCounts.known(own, number, self.device)
+        counts = StepCounts.told(meeting) if number is None else StepCounts.known(own, number, self.job.device)
         sums = LossSums(partial(self._add_up, meeting, together, updated), not self._streamed)
         self._counts_now = counts
         try:
@@ -200,7 +175,7 @@ class Steps:
             found = sums.wait()
         except Exception:
             meeting.look()
-            host_collectives.cut([self.config.job_group])  # after the record of the cause
+            host_collectives.cut([self.job.config.job_group])  # after the record of the cause
             raise
         finally:
             self._counts_now = None
@@ -208,10 +183,10 @@ class Steps:
         mean = self._mean(found[:TOLD], counts, meeting)
         if first is not None:
             self.first = self._comparing = None
-            limit = first.end(len(parts), mean, attaches=bool(attached_losses(self.stages)))
+            limit = first.end(len(parts), mean, attaches=bool(attached_losses(self.job.stages)))
             if limit is not None:
-                ranks = RankExchange("the first update", self.config, self.device)
-                self._update = FirstUpdate(self.named, ranks, limit)
+                ranks = RankExchange("the first update", self.job.config, self.job.device)
+                self._update = FirstUpdate(self.job.named, ranks, limit)
         elif update is not None:
             self._compare_update(meeting)  # the step has left the parameters as optimizers had made them
         if self._update is not None and first is None and not forward_only:
@@ -227,7 +202,7 @@ class Steps:
     def _find_skips(self, read: Mapping[str, Sequence[Any]]) -> bool:
         """Have the stages of this rank look at all microbatches; whether any hands on values past others."""
         found = False
-        for name, stages in self.stages.items():
+        for name, stages in self.job.stages.items():
             for stage, microbatches in zip(stages, read[name], strict=True):
                 if not isinstance(stage, Stage) or stage.assignment.num_stages < 2:
                     continue
@@ -245,16 +220,16 @@ class Steps:
         skips: dict[str, list[tuple[int, int]]] = {}
         if connect is None or not meeting.ready:
             return
-        everyone: Any = self.config.job_group or dist.group.WORLD
-        hosts = dict(gather_plain([dist.get_rank(), self.host], everyone, self.device))
-        for name, stages in self.stages.items():
-            near = hosts_of(self.modules[name].grid, self.places[name], hosts)
+        everyone: Any = self.job.config.job_group or dist.group.WORLD
+        hosts = dict(gather_plain([dist.get_rank(), self.host], everyone, self.job.device))
+        for name, stages in self.job.stages.items():
+            near = hosts_of(self.job.modules[name].grid, self.places[name], hosts)
             for stage in stages:
                 if isinstance(stage, Stage):
                     stage.place(self.places[name], near)
                     skips.setdefault(name, []).extend((edge.source, edge.destination) for edge in stage.skips)
         edges: dict[str, set[Edge]] = {}
-        for told in gather_plain(skips, everyone, self.device):
+        for told in gather_plain(skips, everyone, self.job.device):
             for name, own in told.items():
                 edges.setdefault(name, set()).update(Edge(*ends) for ends in own)
         self.communicator = given["p2p_communicator"] = connect({name: sorted(own) for name, own in edges.items()})
@@ -268,7 +243,7 @@ class Steps:
         """The microbatches whose loss this rank has."""
         own: list[Microbatch] = []
         for name in self._losing:
-            for stage, microbatches in zip(self.stages[name], read[name], strict=True):
+            for stage, microbatches in zip(self.job.stages[name], read[name], strict=True):
                 if self._roles[stage][2]:
                     own += copy.copy(microbatches)
         return own
@@ -287,10 +262,10 @@ class Steps:
             meeting.start(told, ready=updated)
             return meeting.met
         what = f"the mean loss of {meeting.call}()"
-        waiting = Waiting(self.config.deadline, self.config.monitor, what, of_step=True)
+        waiting = Waiting(self.job.config.deadline, self.job.config.monitor, what, of_step=True)
         if not isinstance(told, Tensor):
-            told = torch.tensor(told or [0.0] * TOLD, dtype=torch.float64, device=self.device)
-        sums, wait = told, reduce_few(told, self.config.job_group)
+            told = torch.tensor(told or [0.0] * TOLD, dtype=torch.float64, device=self.job.device)
+        sums, wait = told, reduce_few(told, self.job.config.job_group)
 
         def both() -> Tensor:
             meeting.wait()
@@ -320,62 +295,60 @@ class Steps:
 
     def _attaches(self) -> bool:
         """Whether a layer of the job has attached a loss; every rank asks."""
-        found = torch.tensor([float(bool(attached_losses(self.stages)))], dtype=torch.float64, device=self.device)
-        reduce_few(found, self.config.job_group)(self._waiting)
+        found = torch.tensor(
+            [float(bool(attached_losses(self.job.stages)))], dtype=torch.float64, device=self.job.device
+        )
+        reduce_few(found, self.job.config.job_group)(Waiting(self.job.config.deadline, self.job.config.monitor))
         return bool(found > 0)
-
-    @property
-    def _waiting(self) -> Waiting:
-        return Waiting(self.config.deadline, self.config.monitor)
 
     @cached_property
     def _is_counted(self) -> bool:
         """Whether the losses of this rank count: tensor-parallel ranks have the same ones."""
-        tp = [groups.tp for name, groups in self.groups.items() if name in self._graph.sinks]
+        tp = [groups.tp for name, groups in self.job.groups.items() if name in self.job.graph.sinks]
         return not any(group is not None and group.rank() for group in tp)
 
     def recorded(self, parts: Sequence[Mapping[str, Any]], path: Path, *, batch: Any = None) -> Tensor:
         """`run` with a recorder, on CUDA of the memory of activations as well; the first rank writes all tracks."""
-        cuda = self.device.type == "cuda"
-        recorder = Recorder(memory=(lambda: int(torch.cuda.memory_allocated(self.device))) if cuda else None)
-        self._set_config(attrs.evolve(self.config, hooks=(*self.config.hooks, recorder)))
-        waiting = Waiting(self.config.deadline, self.config.monitor, "the recording of a step")
-        everyone: Any = self.config.job_group or dist.group.WORLD
+        cuda = self.job.device.type == "cuda"
+        recorder = Recorder(memory=(lambda: int(torch.cuda.memory_allocated(self.job.device))) if cuda else None)
+        self._set_config(attrs.evolve(self.job.config, hooks=(*self.job.config.hooks, recorder)))
+        waiting = Waiting(self.job.config.deadline, self.job.config.monitor, "the recording of a step")
+        everyone: Any = self.job.config.job_group or dist.group.WORLD
         try:
-            wait_for_all(everyone, self.device, waiting=waiting)
+            wait_for_all(everyone, self.job.device, waiting=waiting)
             recorder.start()
             loss = self.run(parts, batch=batch)
         finally:
-            self._set_config(self.config)
+            self._set_config(self.job.config)
         plan, rank = self.plan(len(parts)), dist.get_rank()
         own = recorder.track(plan, rank=rank, position=position_of(plan, self.communicator.job.stages))
-        tracks = cattrs.structure(gather_plain(own, everyone, self.device, waiting=waiting), list[Track])
+        tracks = cattrs.structure(gather_plain(own, everyone, self.job.device, waiting=waiting), list[Track])
         if dist.get_rank(everyone) == 0:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(recording_to_json(Recording(plan, tracks)), encoding="utf-8")
-        wait_for_all(everyone, self.device, waiting=waiting)
+        wait_for_all(everyone, self.job.device, waiting=waiting)
         return loss
 
     def plan(self, num_microbatches: int) -> Plan:
         """The proved plan of a step."""
         job = self.communicator.job
         return step_plan(
-            self._graph,
+            self.job.graph,
             num_microbatches,
-            tied_stages(self.config.tied_parameters),
+            tied_stages(self.job.config.tied_parameters),
             placement=job.placement,
             collectives=job.collective_edges,
             frozen=job.frozen_modules,
-            schedule=self.schedule,
-            shard=self.config.shard,
-            prefetch=self.config.prefetch,
-            overlap=self.config.overlap_moe_expert_parallel_comm,
+            schedule=self.job.schedule,
+            shard=self.job.config.shard,
+            prefetch=self.job.config.prefetch,
+            overlap=self.job.config.overlap_moe_expert_parallel_comm,
         )
 
     def _forward_step(self, parts: Iterator[Microbatch], stage: Any) -> tuple[Any, Any]:
         part, counts = next(parts), self._counts_now
         name, forward, has_loss = self._roles[stage]
-        restore = seed_by(self.generators[name], self.device)
+        restore = seed_by(self.job.generators[name], self.job.device)
         try:
             if self._comparing is not None:
                 output = self._comparing.forward(name, stage, forward, part)
@@ -403,10 +376,10 @@ class Steps:
     @cached_property
     def _roles(self) -> Mapping[Any, tuple[str, Callable[[Any, Any], Any] | None, bool]]:
         """The role of each stage: its module, the forward of that, and whether it has the loss."""
-        sinks = self._graph.sinks
+        sinks = self.job.graph.sinks
         return {
-            stage: (name, self.modules[name].forward, name in sinks and bool(getattr(stage, "is_last", True)))
-            for name, stages in self.stages.items()
+            stage: (name, self.job.modules[name].forward, name in sinks and bool(getattr(stage, "is_last", True)))
+            for name, stages in self.job.stages.items()
             for stage in stages
         }
 
@@ -416,7 +389,7 @@ class Steps:
         return tuple(dict.fromkeys(name for name, _, has_loss in self._roles.values() if has_loss))
 
     def _set_config(self, config: PipelineConfig) -> None:
-        for stage in (stage for held in self.stages.values() for stage in held):
+        for stage in (stage for held in self.job.stages.values() for stage in held):
             stage.config = config
 
 

@@ -70,23 +70,16 @@ def sums_of(microbatches: Sequence[Microbatch]) -> list[float]:
 class CallMeeting:
     """The meeting of a job's ranks in a call: one sum over them, which is waited for when it matters.
 
-    Attributes:
-        call: of `CALLS`.
-        device: of the numbers.
-        group: all ranks of the job; None is the default group.
-        waiting: how they are waited for.
-        again: the `gather` of an earlier meeting of the group, whose memory is used again.
-        gather: what adds them up over gloo; None: an all-reduce does.
-        sums: over the ranks of what `beginning` returns, with what `start` was given in place of its counts, once they
-            have been waited for.
+    ``sums``: over the ranks of what `beginning` returns, with what `start` was given in place of its counts, once they
+    have been waited for.
     """
 
-    call: str
+    call: str  # of `CALLS`
     device: torch.device
-    group: dist.ProcessGroup | None
+    group: dist.ProcessGroup | None  # all ranks of the job; None is the default group
     waiting: Waiting
-    again: SmallAllGather | None = None
-    gather: SmallAllGather | None = field(default=None, init=False)
+    again: SmallAllGather | None = None  # the `gather` of an earlier meeting of the group, whose memory is used again
+    gather: SmallAllGather | None = field(default=None, init=False)  # over gloo; elsewhere an all-reduce adds up
     sums: Tensor = field(init=False)
     _wait: Callable[[], list[float] | None] | None = field(default=None, init=False)
     _started: bool = field(default=False, init=False)
@@ -100,7 +93,7 @@ class CallMeeting:
 
         Args:
             told: at most as many numbers as `NAMES`, on the host or as a float64 tensor.
-            ready: see `ready`.
+            ready: what any rank's `ready` is then.
             failed: this rank has failed before it had anything to tell.
         """
         if self.gather is None:
@@ -130,7 +123,7 @@ class CallMeeting:
             if numbers is not None:
                 self.sums = torch.tensor(numbers, dtype=torch.float64)
             if not has_streams(self.device):
-                require_one_call(self.call, self.sums.tolist())
+                self.require_one_call()
                 if self.sums[-1] > 0:
                     raise JobFailedError(f"another rank of the job has failed in {self.call}(); its error says why")
 

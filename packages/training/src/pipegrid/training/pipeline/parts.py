@@ -22,13 +22,7 @@ _PLAIN = (str, bytes, int, float, complex, bool, type(None), type)
 
 @frozen(eq=False)
 class LossPart:
-    """The arguments of a loss function.
-
-    Attributes:
-        output: of the last stage.
-        inputs: of the microbatch.
-        counts: of its rows and labels, as `counts_of`.
-    """
+    """The arguments of a loss function, and the counts of its rows and labels (`counts_of`)."""
 
     output: Any
     inputs: Mapping[str, Any]
@@ -41,9 +35,11 @@ def halves(output: Any, inputs: Mapping[str, Any], rows: int) -> tuple[LossPart,
         return None
 
     def part(start: int, stop: int) -> LossPart:
-        some = _of_rows(inputs, rows, lambda tensor: tensor[start:stop])
-        outputs = _wide(_of_rows(output, rows, lambda tensor: tensor[start:stop]))
-        return LossPart(outputs, some, counts_of(some, stop - start))
+        def cut(tensor: Tensor) -> Tensor:
+            return tensor[start:stop] if tensor.dim() and len(tensor) == rows else tensor
+
+        some = _mapped(inputs, cut)
+        return LossPart(_wide(_mapped(output, cut)), some, counts_of(some, stop - start))
 
     return part(0, rows // 2), part(rows // 2, rows), part(0, rows)
 
@@ -68,7 +64,10 @@ def padded_apart(output: Any, inputs: Mapping[str, Any], rows: int) -> tuple[Los
         elif most == _FEWER:
             some[rows // 2 :] = IGNORED
         given.append({**inputs, "labels": some} | ({"attention_mask": (some != IGNORED).to(mask)} if masked else {}))
-    outputs = [_shaken(_wide(output), 0.5), _shaken(_wide(output), 2.0)]
+    outputs = [
+        _mapped(_wide(output), lambda one, by=by: one + by * torch.rand_like(one) if one.is_floating_point() else one)
+        for by in (0.5, 2.0)
+    ]
     one, other = (LossPart(out, some, counts_of(some, rows)) for out, some in zip(outputs, given, strict=True))
     joined = _twice(given[0], given[1], rows)
     return one, other, LossPart(_twice(outputs[0], outputs[1], rows), joined, counts_of(joined, 2 * rows))
@@ -134,7 +133,7 @@ def on_host(value: Any) -> Any:
     return _mapped(value, Tensor.cpu)
 
 
-def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+def _mapped(value: Any, change: Callable[[Tensor], Any]) -> Any:
     """``value`` with its tensors changed: in containers, and in attributes of an object such as a namespace."""
 
     def leaf(each: Any) -> Any:
@@ -151,12 +150,7 @@ def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 def _tensors(value: Any) -> list[Tensor]:
     found: list[Tensor] = []
-
-    def note(tensor: Tensor) -> Tensor:
-        found.append(tensor)
-        return tensor
-
-    _mapped(value, note)
+    _mapped(value, found.append)
     return found
 
 
@@ -164,20 +158,10 @@ def _has_rows(value: Any, rows: int) -> bool:
     return any(tensor.dim() and len(tensor) == rows for tensor in _tensors(value))
 
 
-def _of_rows(value: Any, rows: int, change: Callable[[Tensor], Tensor]) -> Any:
-    return _mapped(value, lambda tensor: change(tensor) if tensor.dim() and len(tensor) == rows else tensor)
-
-
 def _wide(value: Any) -> Any:
     """The value with floating-point numbers of at least 32 bits, in which means can be compared."""
     narrow = (torch.float16, torch.bfloat16)
     return _mapped(value, lambda tensor: tensor.detach().float() if tensor.dtype in narrow else tensor.detach())
-
-
-def _shaken(value: Any, by: float) -> Any:
-    return _mapped(
-        value, lambda tensor: tensor + by * torch.rand_like(tensor) if tensor.is_floating_point() else tensor
-    )
 
 
 def _twice(one: Any, other: Any, rows: int) -> Any:

@@ -14,7 +14,7 @@ from itertools import accumulate, pairwise
 from typing import Any, Final, TypeVar, cast
 
 import torch
-from attrs import Attribute, define, field
+from attrs import define, field
 
 from pipegrid.core.errors import StepArgumentError
 from pipegrid.core.fields import Index, checked
@@ -48,24 +48,16 @@ def _names(value: Any) -> tuple[str, ...]:
 
 @define(eq=False)
 class Rows:
-    """The way in which batches are cut.
+    """The way in which batches are cut."""
 
-    Attributes:
-        axes: by name, the axis of an entry's rows; ``"images.sizes"`` is an entry of a dict inside.
-        whole: entries that are whole in each microbatch.
-    """
-
-    axes: Mapping[str, int] = field(factory=dict)
-    whole: tuple[str, ...] = field(default=(), converter=_names)
+    axes: Mapping[str, int] = field(factory=dict)  # of rows, by name; "images.sizes" is an entry of a dict inside
+    whole: tuple[str, ...] = field(default=(), converter=_names)  # entries that are whole in each microbatch
     _used: dict[str, Axis] = field(factory=dict, init=False, repr=False)
     _known: dict[tuple[object, ...], Any] = field(factory=dict, init=False, repr=False)  # by names and shapes
 
-    @axes.validator
-    def _checked(self, _: Attribute[Any], axes: Mapping[str, int]) -> None:
-        for name, axis in axes.items():
-            checked(axis, Index, f"rows[{name!r}]", StepArgumentError)
-
     def __attrs_post_init__(self) -> None:
+        for name, axis in self.axes.items():
+            checked(axis, Index, f"rows[{name!r}]", StepArgumentError)
         if both := sorted(self.axes.keys() & set(self.whole)):
             raise StepArgumentError(f"{both[0]!r} is in rows and in whole; an entry is cut, or it is not")
 
@@ -98,7 +90,8 @@ class Rows:
         rows = self.number(batch)
         axes = self._once("axes", batch, lambda: self._axes(batch, rows, count))
         sizes = [rows // count + (number < rows % count) for number in range(count)]
-        return _split(batch, axes, list(pairwise(accumulate(sizes, initial=0))))
+        bounds = list(pairwise(accumulate(sizes, initial=0)))
+        return _split(batch, lambda path, value: _parts(value, axes[path], bounds), count)
 
     def joined(self, parts: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
         """The batch that is cut into ``parts``; None where they are not of one."""
@@ -110,18 +103,17 @@ class Rows:
         for path, first in entries[0].items():
             values = [each[path] for each in entries]
             axis = self._used.get(path, self.axes.get(path, None if self._is_whole(path) else 0))
-            if axis is None or not all(
-                _length(v, max(axis, 0)) == n or axis < 0 for v, n in zip(values, rows, strict=True)
-            ):
-                if not all(_same(value, first) for value in values):
-                    return None
-                made[path] = first
-                continue
             try:
-                made[path] = _cat(values, axis)
+                if axis is not None and (axis < 0 or [_length(value, axis) for value in values] == rows):
+                    made[path] = _cat(values, axis)
+                    continue
             except (RuntimeError, TypeError, ValueError):  # of other lengths
                 return None
-        return _with(parts[0], made)
+            if not all(_same(value, first) for value in values):
+                return None
+            made[path] = first
+        (whole,) = _split(parts[0], lambda path, _: [made[path]], 1)
+        return whole
 
     def _once(self, what: str, batch: Mapping[str, Any], derive: Callable[[], _T]) -> _T:
         """``derive()``, which names and shapes decide where all entries are tensors: then once for such batches."""
@@ -212,37 +204,18 @@ def _entries(batch: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 
 
 def _split(
-    batch: Mapping[str, Any], axes: Mapping[str, Axis], bounds: Sequence[tuple[int, int]], prefix: str = ""
+    batch: Mapping[str, Any], cut: Callable[[str, Any], list[Any]], count: int, prefix: str = ""
 ) -> list[Mapping[str, Any]]:
-    """A batch cut at ``bounds``, entry by entry; dicts inside keep their type."""
-    parts: list[dict[str, Any]] = [{} for _ in bounds]
+    """``count`` batches of the pieces that ``cut`` makes of each entry; dicts inside keep their type."""
+    parts: list[Any] = [{} for _ in range(count)]
+    if prefix and isinstance(batch, MutableMapping):
+        parts = [copy.copy(batch) for _ in parts]
     for name, value in batch.items():
         path = f"{prefix}{name}"
-        inside = isinstance(value, Mapping)
-        cut = _split(value, axes, bounds, f"{path}.") if inside else _parts(value, axes[path], bounds)
-        for part, each in zip(parts, cut, strict=True):
-            part[name] = each
-    if not prefix or not isinstance(batch, MutableMapping):
-        return [*parts]
-    kept = [copy.copy(batch) for _ in bounds]
-    for one, part in zip(kept, parts, strict=True):
-        for name, each in part.items():
-            one[name] = each
-    return [*kept]
-
-
-def _with(batch: Mapping[str, Any], entries: Mapping[str, Any], prefix: str = "") -> Mapping[str, Any]:
-    """A batch with other entries, by dotted names; dicts inside keep their type."""
-    made = {
-        name: _with(value, entries, f"{prefix}{name}.") if isinstance(value, Mapping) else entries[f"{prefix}{name}"]
-        for name, value in batch.items()
-    }
-    if not prefix or not isinstance(batch, MutableMapping):
-        return made
-    kept = copy.copy(batch)
-    for name, value in made.items():
-        kept[name] = value
-    return kept
+        pieces = _split(value, cut, count, f"{path}.") if isinstance(value, Mapping) else cut(path, value)
+        for part, piece in zip(parts, pieces, strict=True):
+            part[name] = piece
+    return parts
 
 
 def _without_rows(batch: Mapping[str, Any]) -> set[str]:

@@ -40,27 +40,22 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--proof-only", action="store_true", help="compare no numbers: for a config of any size")
     given = parser.parse_args(arguments)
     try:
-        return _run(given)
+        make = _seeded(_maker(given.model, given.kind), given.seed)
+        whole = whole_of(make)
+        batch = _named(given.batch)() if given.batch else batch_for(whole)
+        names = Names(given.layers) if given.layers else None
+        proof = prove_cut(whole, given.layout, batch, names=names)
+        if given.proof_only or not proof.holds:
+            print(proof)  # noqa: T201
+        proof.require()
+        if not given.proof_only:
+            dtype = getattr(torch, given.dtype) if given.dtype else None
+            print(check_stages(make, given.layout, batch, names=names, carry=given.carry, dtype=dtype))  # noqa: T201
     except CutError as error:
         print(error)  # noqa: T201
         return DIFFERENT
     except (argparse.ArgumentTypeError, LayoutError, OSError) as error:
         parser.exit(USAGE, f"{error}\n")
-
-
-def _run(given: argparse.Namespace) -> int:
-    make = _seeded(_maker(given.model, given.kind), given.seed)
-    whole = whole_of(make)
-    batch = _named(given.batch)() if given.batch else batch_for(whole)
-    names = Names(given.layers) if given.layers else None
-    proof = prove_cut(whole, given.layout, batch, names=names)
-    if given.proof_only or not proof.holds:
-        print(proof)  # noqa: T201
-    proof.require()
-    if given.proof_only:
-        return 0
-    dtype = getattr(torch, given.dtype) if given.dtype else None
-    print(check_stages(make, given.layout, batch, names=names, carry=given.carry, dtype=dtype))  # noqa: T201
     return 0
 
 

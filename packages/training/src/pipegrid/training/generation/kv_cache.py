@@ -20,26 +20,18 @@ from pipegrid.training.errors import GenerationError
 class KVCache:
     """The KV cache of one microbatch on one stage, and what else the next pass needs of the ones before.
 
-    Attributes:
-        cache: Hugging Face's, with entries for all layers of the model; only those of the stage are filled.
-        argument: of the model's forward, for ``cache``.
-        own: the entries of the stage's own layers, by the name of the layer.
-        whole: the model's tree on the stage.
-        new: tokens that are generated at most.
-        mask: ``[batch, length]``, 1 where a token counts; None before the first pass.
-        flags: arguments of the first pass that are no tensors; further passes have them as well.
-        others: the entries of kinds that no layer of the stage has, which count tokens alone: the model may make masks
-            by them for layers that read the keys of others.
+    ``others``: the entries of kinds that no layer of the stage has, which count tokens alone: the model may make masks
+    by them for layers that read the keys of others.
     """
 
-    cache: Any
-    argument: str
-    own: dict[str, Any]
-    whole: nn.Module
-    new: int
-    mask: Tensor | None = None
-    flags: dict[str, Any] = field(factory=dict)
-    others: Sequence[Any] = ()
+    cache: Any  # Hugging Face's, with entries for all layers of the model; only those of the stage are filled
+    argument: str  # of the model's forward, for `cache`
+    own: dict[str, Any]  # the entries of the stage's own layers, by the name of the layer
+    whole: nn.Module  # the model's tree on the stage
+    new: int  # tokens that are generated at most
+    others: Sequence[Any]
+    mask: Tensor | None = None  # [batch, length], 1 where a token counts; None before the first pass
+    flags: dict[str, Any] = field(factory=dict)  # arguments of the first pass that are no tensors, for further ones
     _passed: int = field(default=0, init=False)  # tokens of the pass before
 
     def inputs(self, given: dict[str, Any], batch: int, length: int, device: torch.device) -> dict[str, Any]:
@@ -90,8 +82,7 @@ def kv_cache_of(whole: nn.Module, assignment: Assignment, stage: int, new: int) 
     if config is None or len(assignment.lists) != 1:
         has = "no config" if config is None else "an encoder and a decoder"
         raise GenerationError(f"{type(whole).__name__} has {has}; generate() runs Hugging Face's decoders")
-    can_generate = getattr(whole, "can_generate", None)
-    if can_generate is not None and not can_generate():
+    if not getattr(whole, "can_generate", lambda: True)():
         raise GenerationError(
             f"{type(whole).__name__} has no next token (its can_generate() is False); cut a ...ForCausalLM"
         )
@@ -111,8 +102,7 @@ def kv_cache_of(whole: nn.Module, assignment: Assignment, stage: int, new: int) 
             f"{type(whole).__name__} makes positions of several axes (get_rope_index), and generate() counts tokens; "
             "generate with the whole model, from exported weights"
         )
-    states = other_states(whole, assignment.layers, config)
-    if states:
+    if states := other_states(whole, assignment.layers, config):
         raise GenerationError(
             f"{', '.join(states)} keeps another state than keys and values; generate() keeps those alone"
         )
@@ -129,4 +119,4 @@ def kv_cache_of(whole: nn.Module, assignment: Assignment, stage: int, new: int) 
             others.append(entry)
         elif layer not in own:
             cache.layers[assignment.layers.index(layer)] = alike
-    return KVCache(cache, argument, own, whole, new, others=others)
+    return KVCache(cache, argument, own, whole, new, others)

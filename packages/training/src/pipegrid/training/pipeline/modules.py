@@ -6,6 +6,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -133,10 +134,7 @@ class JobSetup:
 def hosts_of(grid: HyperCommGrid, places: Sequence[int], hosts: Mapping[int, str]) -> list[tuple[str, ...]]:
     """Per stage the hosts of all ranks of its position: two are alike where no replica has them on several hosts.
 
-    Args:
-        grid: of the module.
-        places: the pp rank of each stage.
-        hosts: of each rank of the world.
+    ``places``: the pp rank of each stage of the module on ``grid``; ``hosts``: of each rank of the world.
     """
     found: dict[int, list[str]] = {}
     for rank in sorted(grid.ranks):
@@ -182,31 +180,22 @@ def ranks_of(modules: Mapping[str, PipelineModule], spare: Iterable[int]) -> tup
 
 
 class EndOfJob:
-    """The end of a job, which its ranks tell when they have closed it, and for which the spare ones wait.
+    """The end of a job, which its ``ranks`` tell when they have closed it, and for which the spare ones wait.
 
-    Every rank of the world makes one, for each of its pipelines with spare ranks.
-
-    Args:
-        ranks: of the job.
-        deadline: seconds from the first rank that has closed to the last one.
-
-    Attributes:
-        group: of the ``ranks`` of the job, until it ends; None on a spare one.
+    Every rank of the world makes one, for each of its pipelines with spare ranks. ``deadline``: seconds from the first
+    rank that has closed to the last one. ``group``: of the ``ranks``, until the job ends; None on a spare one.
     """
 
     def __init__(self, ranks: Sequence[int], deadline: float) -> None:
-        counts = control_store("pipelines with spare ranks")
-        # So each has keys of its own, the same on all ranks.
-        made = bounded(counts.add, f"made by {dist.get_rank()}", 1, seconds=_STORE_SECONDS)
         self._ranks, self._deadline = ranks, deadline
-        self._store = control_store(f"end of pipeline {made}")
+        self._store = control_store(f"end of pipeline {_number_of('pipelines with spare ranks')}")
         self._groups = create_rank_groups([GroupSpec(tuple(ranks), "pipeline", shared=False)])
         self.group = next(iter(self._groups.values()), None)
 
     def say(self) -> None:
         """This rank of the job has closed it."""
         destroy_groups(self._groups)
-        bounded(self._store.set, _closed(dist.get_rank()), "", seconds=_STORE_SECONDS)
+        bounded(self._store.set, f"closed by {dist.get_rank()}", "", seconds=_STORE_SECONDS)
         bounded(self._store.add, "closed", 1, seconds=_STORE_SECONDS)
 
     def wait(self) -> None:
@@ -222,19 +211,13 @@ class EndOfJob:
             now = time.monotonic()
             end = min(end, now + self._deadline) if closed else end
             if now > end:
-                missing = [rank for rank in self._ranks if not self._has_closed(rank)]
+                check = partial(bounded, self._store.check, seconds=_STORE_SECONDS)
+                missing = [rank for rank in self._ranks if not check([f"closed by {rank}"])]
                 raise JobFailedError(
                     f"{listed(missing)} had not closed the pipeline {self._deadline:g} s after the first rank had, as "
                     f"spare rank {dist.get_rank()} saw; look there, or give PipelineConfig a longer deadline"
                 )
             time.sleep(_LOOK_SECONDS)
-
-    def _has_closed(self, rank: int) -> bool:
-        return bounded(self._store.check, [_closed(rank)], seconds=_STORE_SECONDS)
-
-
-def _closed(rank: int) -> str:
-    return f"closed by {rank}"
 
 
 def create_groups(modules: Mapping[str, PipelineModule]) -> None:
@@ -309,12 +292,10 @@ def monitor_of(monitor: Monitor | bool | None, device: torch.device, ranks: Sequ
         raise StepArgumentError(f"monitor is {shown(monitor)}; give True, False or a Monitor, or leave it out")
     if monitor is False or (monitor is None and "TORCHELASTIC_RUN_ID" not in os.environ):
         return None
-    rank, pipelines = dist.get_rank(), control_store("pipelines")
-    # So each has keys of its own, the same on all ranks.
-    made = bounded(pipelines.add, f"made by {rank}", 1, seconds=_STORE_SECONDS)
-    return Monitor(
-        control_store(f"pipeline {made}"),
-        rank=rank,
-        ranks=ranks,
-        device=device if device.type == "cuda" else None,
-    )
+    store = control_store(f"pipeline {_number_of('pipelines')}")
+    return Monitor(store, rank=dist.get_rank(), ranks=ranks, device=device if device.type == "cuda" else None)
+
+
+def _number_of(kind: str) -> int:
+    """How many of a ``kind`` this rank has made: so each has keys of its own in a store, the same on all ranks."""
+    return bounded(control_store(kind).add, f"made by {dist.get_rank()}", 1, seconds=_STORE_SECONDS)

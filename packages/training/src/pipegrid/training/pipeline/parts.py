@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -64,10 +65,7 @@ def padded_apart(output: Any, inputs: Mapping[str, Any], rows: int) -> tuple[Los
         elif most == _FEWER:
             some[rows // 2 :] = IGNORED
         given.append({**inputs, "labels": some} | ({"attention_mask": (some != IGNORED).to(mask)} if masked else {}))
-    outputs = [
-        _mapped(_wide(output), lambda one, by=by: one + by * torch.rand_like(one) if one.is_floating_point() else one)
-        for by in (0.5, 2.0)
-    ]
+    outputs = [_mapped(_wide(output), partial(_shaken, by=by)) for by in (0.5, 2.0)]
     one, other = (LossPart(out, some, counts_of(some, rows)) for out, some in zip(outputs, given, strict=True))
     joined = _twice(given[0], given[1], rows)
     return one, other, LossPart(_twice(outputs[0], outputs[1], rows), joined, counts_of(joined, 2 * rows))
@@ -162,6 +160,10 @@ def _wide(value: Any) -> Any:
     """The value with floating-point numbers of at least 32 bits, in which means can be compared."""
     narrow = (torch.float16, torch.bfloat16)
     return _mapped(value, lambda tensor: tensor.detach().float() if tensor.dtype in narrow else tensor.detach())
+
+
+def _shaken(tensor: Tensor, by: float) -> Tensor:
+    return tensor + by * torch.rand_like(tensor) if tensor.is_floating_point() else tensor
 
 
 def _twice(one: Any, other: Any, rows: int) -> Any:

@@ -32,17 +32,10 @@ End = Literal["", "preempted", "finished"]
 
 @frozen(kw_only=True, field_transformer=checked_fields(ValueError))
 class AttemptRecord:
-    """One attempt.
+    """One attempt. ``step``: steps that all ranks have completed, those before it included; -1: no state is loaded."""
 
-    Attributes:
-        launch: of which start of the launcher; its restarts have the same.
-        restart: how often the launcher had restarted the ranks before.
-        step: steps that all ranks have completed, those before the attempt included; -1 before the state is loaded.
-        end: how it ended.
-    """
-
-    launch: Annotated[str, instance(str, "a string")]
-    restart: Index
+    launch: Annotated[str, instance(str, "a string")]  # of which start of the launcher; its restarts have the same
+    restart: Index  # how often the launcher had restarted the ranks before
     step: Annotated[int, integer(-1)] = -1
     end: End = ""
 

@@ -26,7 +26,7 @@ def results_table(planned: Planned, *, terminal: bool = False) -> str:
             str(place),
             str(choice.arrangement),
             str(choice.arrangement.gpus),
-            _schedule(choice),
+            choice.schedule + (f" ({choice.shape.chunks} chunks)" if choice.shape.chunks > 1 else ""),
             str(choice.microbatch),
             time_text(choice.step, "s"),
             f"{100 * choice.bubble:.1f}%",
@@ -36,16 +36,11 @@ def results_table(planned: Planned, *, terminal: bool = False) -> str:
         for place, choice in enumerate(planned.choices, 1)
     ]
     right = (0, 2, 4, 5, 6, 7, 8)
-    modules = ", ".join(part.module for part in planned.winner.arrangement.parts)
+    names = ", ".join(part.module for part in planned.winner.arrangement.parts)
     shared = " (&: on the same ranks)" if any(choice.arrangement.colocated for choice in planned.choices) else ""
-    headings = ("", f"grids: {modules}{shared}", *HEADINGS)
+    headings = ("", f"grids: {names}{shared}", *HEADINGS)
     drawn = table(headings, cells, right=right, color=True) if terminal else text_table(headings, cells, right=right)
     return f"{drawn}\n"
-
-
-def _schedule(choice: Choice) -> str:
-    chunks = choice.shape.chunks
-    return choice.schedule if chunks == 1 else f"{choice.schedule} ({chunks} chunks)"
 
 
 def why_slower(winner: Choice, other: Choice) -> str:
@@ -89,10 +84,9 @@ def summary(planned: Planned) -> str:
 
 
 def _extent(planned: Planned) -> str:
-    tried = f"{planned.simulated} candidates simulated"
-    if planned.complete:
-        return f"{tried}; no other is faster than the last of these"
-    return f"{tried}, the limit; none of the others is faster than {time_text(planned.bound, 's')}"
+    limit = f", the limit; none of the others is faster than {time_text(planned.bound, 's')}"
+    none_left = "; no other is faster than the last of these"
+    return f"{planned.simulated} candidates simulated{none_left if planned.complete else limit}"
 
 
 def survival(choice: Choice, memory: float) -> str:

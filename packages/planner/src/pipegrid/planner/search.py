@@ -15,8 +15,8 @@ from typing import Annotated, TypeAlias
 
 from attrs import define, evolve, field, frozen
 
-from pipegrid.core.fields import Count, checked_arguments, instance
-from pipegrid.planner.choice import Candidate, Choice, in_flight
+from pipegrid.core.fields import Amount, Count, checked_arguments, instance
+from pipegrid.planner.choice import Candidate, Choice, GivenChoice, in_flight
 from pipegrid.planner.errors import JobError, NoFitError
 from pipegrid.planner.grids import Arrangement, GridPart, arrangements
 from pipegrid.planner.job import GivenBytes, Job
@@ -24,6 +24,7 @@ from pipegrid.planner.model import CostModel
 from pipegrid.planner.stages import PlacedGraph, Shape
 from pipegrid.plans import SCHEDULES, Plan, PlanError, fitting_schedules, lower, stage_places, verify
 from pipegrid.plans.verify import Proof
+from pipegrid.search import search
 
 BEST = 10
 """Choices in the result."""
@@ -183,15 +184,10 @@ class _JobSearch:
     def _fitting(self, candidate: Candidate) -> Choice | None:
         """The choice, where the memory holds it; with one stage per position, also by a layout under the limit."""
         live = candidate.least_in_flight()
-        if candidate.least_memory(live) > self.capacity:
-            leaner = self._leaner(candidate, live, 0.0)
-            if leaner is None:
-                return None
-            candidate = leaner
-        found = self.planned(candidate)
-        if found is None:
+        leaner = candidate if candidate.least_memory(live) <= self.capacity else self._leaner(candidate, live, 0.0)
+        if leaner is None or (found := self.planned(leaner)) is None:
             return None
-        made, live = found
+        candidate, (made, live) = leaner, found
         if candidate.least_memory(live) <= self.capacity:
             choice = candidate.cost(made)
             if choice.peak <= self.capacity:
@@ -233,8 +229,14 @@ class _JobSearch:
 
     def _no_fit(self) -> NoFitError:
         """The bound that fails, and the nearest value that fits."""
-        if not any(True for _ in arrangements(self.job, self.gpus)):
-            return self._too_few()
+        sizes = ([one.gpus for one in arrangements(self.job, self.gpus << power)] for power in range(13))
+        smallest = min(next(filter(None, sizes), []), default=0)
+        if not smallest:
+            return NoFitError(
+                "modules: no grids at all: their tp, cp, dp, pp and placing allow none, or no dp divides global_batch"
+            )
+        if smallest > self.gpus:
+            return NoFitError(f"gpus is {self.gpus}; the smallest grids that the modules allow take {smallest}")
         leanest = self._leanest()
         if leanest is None:
             return NoFitError(
@@ -252,13 +254,38 @@ class _JobSearch:
             memory=leanest.peak,
         )
 
-    def _too_few(self) -> NoFitError:
-        gpus = self.gpus
-        while gpus < self.gpus * 4096:
-            gpus *= 2
-            fitting = [arrangement.gpus for arrangement in arrangements(self.job, gpus)]
-            if fitting:
-                return NoFitError(f"gpus is {self.gpus}; the smallest grids that the modules allow take {min(fitting)}")
-        return NoFitError(
-            "modules: no grids at all: their tp, cp, dp, pp and placing allow none, or no dp divides global_batch"
-        )
+
+@checked_arguments(JobError)
+def refined(choice: GivenChoice, *, memory: Amount, ahead: Count | None = None, effort: Amount = 1.0) -> Choice:
+    """``choice`` with the best plan of its grids, layouts and microbatch size that `search` finds, if one is shorter.
+
+    Encoders, on the same ranks or on their own, fill the bubbles of the module with the loss; frozen ones run at most
+    ``ahead`` microbatches ahead of it.
+
+    Args:
+        choice: of a `Planned`, such as its winner.
+        memory: bytes of a GPU; activations get what the rest of the fullest position leaves.
+        ahead: the most microbatches that a frozen module is ahead of those that it feeds; pass it to `lower` as well.
+        effort: of the search.
+
+    Examples:
+        >>> module = ModuleCosts("language", [Layers("decoder", count=8, flops=1e12)], message="8MB", pp=[2])
+        >>> job = Job([module], global_batch=16, device=Device(4e14, memory="80GB"), links=Network("450GB", "50GB"))
+        >>> winner = plan(job, gpus=2, limit=20).winner
+        >>> refined(winner, memory=80e9, effort=0.1).step <= winner.step
+        True
+    """
+    plan = choice.plan
+    found = search(
+        choice.costs,
+        max(choice.simulation.peak(), min(memory - each.total + each.activations for each in choice.memory)),
+        num_positions=plan.num_positions,
+        num_microbatches=plan.num_microbatches,
+        graph=plan.graph,
+        placement=plan.placement,
+        forward_only=[module.name for module in choice.shape.job.modules if module.frozen],
+        ahead=ahead,
+        effort=effort,
+    )
+    better = Candidate(choice.shape, "search", choice.microbatch).cost(found.plan)
+    return better if better.step < choice.step and better.peak <= max(memory, choice.peak) else choice

@@ -185,10 +185,10 @@ def count_survivable(
     ranks = sorted(set().union(*(grid.ranks for grid in grids.values())))
     groups = [tuple(group) for _, group in groupby(ranks, key=lambda rank: rank // unit)]
     options: dict[str, Any] = {"sharding": sharding, "buddy": buddy}
-    units = [_FailureUnit.of(grids, group) for group in groups if survivable(grids, group, **options).survives]
+    units = [_failure_unit(grids, group) for group in groups if survivable(grids, group, **options).survives]
     near: dict[tuple[str, int], list[int]] = defaultdict(list)
     for index, one in enumerate(units):
-        for where in one.replicas:
+        for where in one[1]:
             near[where].append(index)
     close = sum(len(indices) * (len(indices) - 1) // 2 for indices in near.values())
     pairs = None
@@ -199,29 +199,24 @@ def count_survivable(
     return Counts(len(units), len(groups), pairs, len(groups) * (len(groups) - 1) // 2)
 
 
-@frozen
-class _FailureUnit:
-    """Ranks that die together; ``replicas`` that they stop, by module and position; ``buddies`` of their shards."""
+_FailureUnit: TypeAlias = tuple[frozenset[int], Mapping[tuple[str, int], set[int]], set[int | None]]
+"""Ranks that die together; the replicas that they stop, by module and position; the buddies of their shards."""
 
-    ranks: frozenset[int]
-    replicas: dict[tuple[str, int], frozenset[int]]
-    buddies: frozenset[int | None]
 
-    @classmethod
-    def of(cls, grids: Mapping[str, Grid], ranks: tuple[int, ...]) -> _FailureUnit:
-        stopped: dict[tuple[str, int], set[int]] = defaultdict(set)
-        buddies = set()
-        for name, grid in grids.items():
-            for rank in ranks:
-                if rank in grid.ranks:
-                    stopped[name, grid.place(rank, "pp")].add(grid.place(rank, "dp"))
-                    buddies.add(buddy_of(grid, rank))
-        return cls(frozenset(ranks), {where: frozenset(down) for where, down in stopped.items()}, frozenset(buddies))
+def _failure_unit(grids: Mapping[str, Grid], ranks: tuple[int, ...]) -> _FailureUnit:
+    stopped: dict[tuple[str, int], set[int]] = defaultdict(set)
+    buddies = set()
+    for name, grid in grids.items():
+        for rank in set(ranks).intersection(grid.ranks):
+            stopped[name, grid.place(rank, "pp")].add(grid.place(rank, "dp"))
+            buddies.add(buddy_of(grid, rank))
+    return frozenset(ranks), stopped, buddies
 
 
 def _conflict(grids: Mapping[str, Grid], a: _FailureUnit, b: _FailureUnit, *, divided: bool) -> bool:
     """Whether two units, each survived alone, have all replicas of a position, or a shard and its copy."""
-    for where in a.replicas.keys() & b.replicas.keys():
-        if len(a.replicas[where] | b.replicas[where]) == grids[where[0]].length("dp"):
+    (ranks_a, stopped_a, buddies_a), (ranks_b, stopped_b, buddies_b) = a, b
+    for where in stopped_a.keys() & stopped_b.keys():
+        if len(stopped_a[where] | stopped_b[where]) == grids[where[0]].length("dp"):
             return True
-    return divided and not (a.buddies.isdisjoint(b.ranks) and b.buddies.isdisjoint(a.ranks))
+    return divided and not (buddies_a.isdisjoint(ranks_b) and buddies_b.isdisjoint(ranks_a))

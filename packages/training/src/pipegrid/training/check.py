@@ -40,7 +40,12 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--proof-only", action="store_true", help="compare no numbers: for a config of any size")
     given = parser.parse_args(arguments)
     try:
-        make = _seeded(_maker(given.model, given.kind), given.seed)
+        maker = _maker(given.model, given.kind)
+
+        def make() -> nn.Module:
+            torch.manual_seed(given.seed)
+            return maker()
+
         whole = whole_of(make)
         batch = _named(given.batch)() if given.batch else batch_for(whole)
         names = Names(given.layers) if given.layers else None
@@ -87,14 +92,6 @@ def _named(text: str) -> Callable[[], Any]:
     finally:
         sys.path.remove("")
     return found  # type: ignore[no-any-return]
-
-
-def _seeded(make: Callable[[], nn.Module], seed: int) -> Callable[[], nn.Module]:
-    def made() -> nn.Module:
-        torch.manual_seed(seed)
-        return make()
-
-    return made
 
 
 def batch_for(model: nn.Module) -> dict[str, Any]:

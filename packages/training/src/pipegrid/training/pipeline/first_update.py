@@ -53,17 +53,14 @@ class FirstUpdate:
     limit: float  # the largest error, of a norm, that rounding explains
     _steps: int = field(default=0, init=False)
     _gradients: dict[str, Tensor] = field(factory=dict, init=False)  # of the last step
-    _updated: dict[str, _Updated] = field(factory=dict, init=False)
+    updated: dict[str, _Updated] = field(factory=dict, init=False)  # empty until an optimizer of this rank has stepped
     _optimizers: dict[str, Optimizer] = field(factory=dict, init=False)  # by class
     _inside: list[Optimizer] = field(factory=list, init=False)  # whose steps run; a class may call that of its base
     _why_not: str | None = field(default=None, init=False)
     _handles: list[Any] = field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        self._handles = [
-            register_optimizer_step_pre_hook(self._before),
-            register_optimizer_step_post_hook(self._after),
-        ]
+        self._handles = [register_optimizer_step_pre_hook(self._before), register_optimizer_step_post_hook(self._after)]
         self.keep()
 
     def keep(self) -> None:
@@ -95,19 +92,19 @@ class FirstUpdate:
                 self._why_not = "parameters are sharded"
             held_state = optimizer.state.get(one, {}).items()
             state = [[key, value.detach().clone() if isinstance(value, Tensor) else value] for key, value in held_state]
-            if names[id(one)] in self._updated:
+            if names[id(one)] in self.updated:
                 self._why_not = f"optimizers update {names[id(one)]} twice between two steps"
-            self._updated[names[id(one)]] = _Updated(kind, options, one.detach().clone(), gradient, state)
+            self.updated[names[id(one)]] = _Updated(kind, options, one.detach().clone(), gradient, state)
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         del args, kwargs
         self._inside.pop()
         if self._inside[-1:] == [optimizer]:
             return
-        held = {id(one) for group in optimizer.param_groups for one in group["params"]}
+        held = {one for group in optimizer.param_groups for one in group["params"]}
         for name, one in self.named():
-            if id(one) in held and name in self._updated:
-                self._updated[name].after.append(one.detach().clone())
+            if one in held and name in self.updated:
+                self.updated[name].after.append(one.detach().clone())
 
     @property
     def is_soon(self) -> bool:
@@ -117,22 +114,17 @@ class FirstUpdate:
         """
         return self._steps <= _SOON
 
-    @property
-    def is_there(self) -> bool:
-        """Whether an optimizer of this rank has stepped."""
-        return bool(self._updated)
-
     def compare(self) -> None:
         """Compare what optimizers have made of the parameters, before they step again; one of some rank has stepped.
 
         Raises:
             CutError: on every rank, where one process has other parameters.
         """
-        unended = None if all(one.after for one in self._updated.values()) else "an optimizer's step has failed"
+        unended = None if all(one.after for one in self.updated.values()) else "an optimizer's step has failed"
         own = {
             "why": self._why_not or unended,
             "held": [name for name, _ in self.named()],
-            "updated": {name: [one.kind, one.options] for name, one in self._updated.items()},
+            "updated": {name: [one.kind, one.options] for name, one in self.updated.items()},
             "scale": self._scale(),
         }
         told = self.ranks.plain(own)
@@ -143,12 +135,10 @@ class FirstUpdate:
             return
         lines = _otherwise(told)
         if not lines:
-            right = self._right(told)
-            if right is None:
+            if (right := self._right(told)) is None:
                 return
             own_lines = [self._difference(name, one, *right[name]) for name, one in self.named() if name in right]
-            found = self.ranks.plain([line for line in own_lines if line])
-            lines = list(dict.fromkeys(line for each in found for line in each))
+            lines = [*dict.fromkeys(line for each in self.ranks.plain(own_lines) for line in each if line)]
         if lines:
             raise CutError(
                 "the first update is not that of one process"
@@ -160,7 +150,7 @@ class FirstUpdate:
         """The factor of all gradients between the step and the optimizers; None: they have not one."""
         pairs = [
             (one.gradient.double(), self._gradients[name].double())
-            for name, one in self._updated.items()
+            for name, one in self.updated.items()
             if one.gradient is not None and name in self._gradients
         ]
         norm = sum(float(kept.square().sum()) for _, kept in pairs)
@@ -175,7 +165,7 @@ class FirstUpdate:
         rank = self.ranks.rank
         holders = first_with([each["updated"] for each in told])
         own = {
-            name: [one.before, one.gradient, one.state] for name, one in self._updated.items() if holders[name] == rank
+            name: [one.before, one.gradient, one.state] for name, one in self.updated.items() if holders[name] == rank
         }
         arrived = {name: one for each in self.ranks.nested(own) for name, one in each.items()}
         found: dict[str, Any] = {}
@@ -209,7 +199,8 @@ class FirstUpdate:
             groups: dict[str, dict[str, Any]] = {}
             for name, (of, chosen) in options.items():
                 if of == kind:
-                    group = groups.setdefault(json.dumps(chosen, sort_keys=True), {"params": [], **_of_plain(chosen)})
+                    plain = {key: tuple(value) if isinstance(value, list) else value for key, value in chosen.items()}
+                    group = groups.setdefault(json.dumps(chosen, sort_keys=True), {"params": [], **plain})
                     group["params"].append(weights[name])
             with generators_as_before():
                 optimizer = _fresh(self._optimizers[kind], [*groups.values()])
@@ -220,7 +211,7 @@ class FirstUpdate:
 
     def _difference(self, name: str, own: nn.Parameter, before: Tensor, right: Tensor) -> str | None:
         """In words, how a parameter differs from that of one process; where no optimizer of this rank has it, now."""
-        after = self._updated[name].after[0] if name in self._updated else own.detach()
+        after = self.updated[name].after[0] if name in self.updated else own.detach()
         rounding = 4 * torch.finfo(right.dtype).eps * float(right.double().norm())
         moved = float((right.double() - before.double()).norm())
         apart = float((after.double() - right.double()).norm())
@@ -280,10 +271,10 @@ def _why_not(optimizer: Optimizer, args: Any, kwargs: Any) -> str | None:
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
     """The options of a group; a learning rate may be a tensor."""
-    found = {name: value for name, value in group.items() if name not in ("params", "param_names")}
     return {
         name: value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
-        for name, value in found.items()
+        for name, value in group.items()
+        if name not in ("params", "param_names")
     }
 
 
@@ -291,10 +282,6 @@ def _is_plain(value: Any) -> bool:
     if isinstance(value, (list, tuple)):
         return all(map(_is_plain, value))
     return value is None or type(value) in (bool, int, float, str)
-
-
-def _of_plain(options: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
 
 
 def _fresh(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:

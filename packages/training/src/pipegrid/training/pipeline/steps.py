@@ -118,8 +118,9 @@ class Steps:
             own = shared_microbatches(
                 parts, forms, self.job.shares[name], self.job.device, self.job.rows, counts=counts
             )
-            if routes is not None:
-                own = _passing(routes, self.job.replica, name, own)
+            if routes is not None:  # those that pass through the module; how many, the step function compares
+                units = zip(routes.units_of(self.job.replica), own, strict=False)
+                own = [part for unit, part in units if not routes.skips_module(unit, name)]
             read[name] = [iter(own) for _ in stages]
         return {
             "forward_step_func": self._forward_step,
@@ -149,7 +150,7 @@ class Steps:
         call, update = "evaluate" if forward_only else "step", None if forward_only else self._update
         first = None if forward_only or routes is not None else self.first
         own = sums_of(self._own(given["data_iterator"]))
-        updated = update is not None and update.is_there
+        updated = update is not None and bool(update.updated)
         soon = update is not None and update.is_soon
         together = number is not None and (self.connect, first) == (None, None) and not soon  # the same on all ranks
         what = f"the {'mean loss' if together else 'counts'} of {call}()"
@@ -366,12 +367,13 @@ class Steps:
             return output, None
         if not isinstance(output, WithLoss):
             return output, lambda output: self.loss(output, part, counts)
-        return output.output, partial(self._with_own_loss, beside=output.loss, part=part, counts=counts)
+        beside = output.loss
 
-    def _with_own_loss(self, output: Any, beside: Tensor, part: Microbatch, counts: StepCounts) -> Weighed:
-        """The weighed loss of an output, and the one that the stage returned ``beside`` it."""
-        loss, weight, told = self.loss(output, part, counts)
-        return loss + beside, weight, told
+        def with_own_loss(output: Any) -> Weighed:
+            loss, weight, told = self.loss(output, part, counts)
+            return loss + beside, weight, told
+
+        return output.output, with_own_loss
 
     @cached_property
     def _roles(self) -> Mapping[Any, tuple[str, Callable[[Any, Any], Any] | None, bool]]:
@@ -396,9 +398,3 @@ class Steps:
 def _called(stage: Any, forward: Callable[[Any, Any], Any] | None, part: Microbatch) -> Any:
     """The call of a stage in a forward step."""
     return stage(**part.inputs) if forward is None else forward(stage, part.inputs)
-
-
-def _passing(routes: Routes, replica: int, module: str, parts: Sequence[Microbatch]) -> list[Microbatch]:
-    """The microbatches of ``replica`` that pass through a module."""
-    units = zip(routes.units_of(replica), parts, strict=False)  # how many, the step function compares
-    return [part for unit, part in units if not routes.skips_module(unit, module)]

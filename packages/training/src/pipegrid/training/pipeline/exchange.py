@@ -75,11 +75,17 @@ class RankExchange:
         """This rank's number among those of the job."""
         return dist.get_rank(self._group)
 
-    def say_not_compared(self, why: str) -> None:
-        """One line, on the first rank."""
+    def say_not_compared(self, why: str) -> bool:
+        """One line, on the first rank; False."""
         if self.rank == 0:
             text = f"{self.what} is not compared with one process: {why}; check_stages compares the cut of a model"
             print(text, file=sys.stderr, flush=True)  # noqa: T201 -- no error and no mistake, and no logger is set up
+        return False
+
+    def may_compare(self, why_not: str | None) -> bool:
+        """Whether no rank has a reason against it; the first that is given is said."""
+        why = next((each for each in self.plain(why_not) if each), None)
+        return why is None or self.say_not_compared(why)
 
     def plain(self, value: Any, *, after_first: bool = False) -> list[Any]:
         """The plain ``value`` of every rank; ``after_first``: the first one computes before, for all of them."""

@@ -28,15 +28,7 @@ from pipegrid.topology import replica_of
 from pipegrid.training.pipeline.exchange import RankExchange, as_plain, first_with, of_plain
 from pipegrid.training.pipeline.microbatches import Microbatch, Share, microbatch
 from pipegrid.training.pipeline.modules import JobSetup
-from pipegrid.training.pipeline.one_process import (
-    Draws,
-    Given,
-    OneProcess,
-    Right,
-    are_equal,
-    cut_of,
-    is_tensor_parallel,
-)
+from pipegrid.training.pipeline.one_process import Draws, Given, OneProcess, Right, are_equal, cut_of
 
 LARGEST = 20_000_000
 """Parameters of a model whose first step is compared without being asked."""
@@ -90,13 +82,8 @@ class FirstStep:
         shares = {name: replica_of(grid, grid.ranks[0])[1] // job.replicas for name, grid in grids.items()}
         return cls(job, ranks, OneProcess(job, shares))
 
-    @property
-    def _every(self) -> list[tuple[str, Any]]:
-        """The stages of this rank, with what is before their names."""
-        return [(self.job.prefix(name), stage) for name, held in self.job.stages.items() for stage in held]
-
-    def _values(self, of: Callable[..., Any], **options: Any) -> dict[str, Any]:
-        return {f"{prefix}{name}": one for prefix, stage in self._every for name, one in of(stage, **options)}
+    def _values(self, by: Callable[..., Any], **options: Any) -> dict[str, Any]:
+        return dict(self.job.read(self.job.stages.items(), by, **options))
 
     @property
     def _why_not(self) -> str | None:
@@ -115,13 +102,6 @@ class FirstStep:
                 return "layers are compiled"
         return None
 
-    def _may_compare(self, why_not: str | None) -> bool:
-        """Whether no rank has a reason against it; the first that is given is said."""
-        why = next((each for each in self.ranks.plain(why_not) if each), None)
-        if why:
-            self.ranks.say_not_compared(why)
-        return why is None
-
     def begin(self, parts: Sequence[Mapping[str, Any]], batch: Any) -> bool:
         """Agree on whether the step of ``parts`` of ``batch`` is compared, and keep what it may change."""
         given = {"batch": batch, "count": len(parts)} if isinstance(batch, Mapping) else {"parts": list(parts)}
@@ -129,10 +109,10 @@ class FirstStep:
         tensors: list[Tensor] = []
         foreign = None
         try:
-            plain = as_plain(given if any(map(_is_first, self.job.stages.get(reads, ()))) else {}, tensors)
+            plain = as_plain(given if 0 in map(_number, self.job.stages.get(reads, ())) else {}, tensors)
         except TypeError:
             foreign = "the batch holds objects other than tensors, arrays, numbers, texts, lists, tuples and dicts"
-        self._compares = self._may_compare(self._why_not or foreign) and self._is_whole()
+        self._compares = self.ranks.may_compare(self._why_not or foreign) and self._is_whole()
         if self._compares:
             self._draws = {}
             self._given = of_plain(plain, (tensor.clone() for tensor in tensors))
@@ -143,12 +123,9 @@ class FirstStep:
     def _is_whole(self) -> bool:
         """Whether tensor-parallel ranks have DTensors, which can be put together; a line says where not."""
         sharded = any(map(is_dtensor, self._values(nn.Module.named_parameters).values()))
-        if not is_tensor_parallel(self.job) or any(self.ranks.plain(sharded)):
-            return True
-        self.ranks.say_not_compared(
-            "tensor-parallel ranks have parts that are no DTensors: only their code knows of what"
-        )
-        return False
+        whole = not self.job.is_tensor_parallel or any(self.ranks.plain(sharded))
+        parts = "tensor-parallel ranks have parts that are no DTensors: only their code knows of what"
+        return whole or self.ranks.say_not_compared(parts)
 
     def forward(self, name: str, stage: Any, forward: Callable[[Any, Any], Any] | None, part: Microbatch) -> Any:
         """Run the next microbatch of ``stage`` of a module, and keep what it is seeded by."""
@@ -176,7 +153,7 @@ class FirstStep:
         if not self._compares:
             return None
         sliced = any(len(each) != count for each in self._draws.values())
-        if not self._may_compare("microbatches are cut into slices" if sliced else None):
+        if not self.ranks.may_compare("microbatches are cut into slices" if sliced else None):
             return None
         right = self._right(self._everything(attaches=attaches))
         if right is None:
@@ -263,22 +240,22 @@ class FirstStep:
             before = self._gradients[name]
             gradient = one.grad if before is None or one.grad is None else one.grad - before
             own[name] = None if gradient is None else _whole(gradient)
-        numbers = {id(one): _number(stage) for _, stage in self._every for one in stage.parameters()}
-        stages = {name: (numbers[id(one)],) for name, one in self.job.named()}
+        every = [(self.job.prefix(name), stage) for name, held in self.job.stages.items() for stage in held]
+        numbers = {one: _number(stage) for _, stage in every for one in stage.parameters()}
+        stages = {name: (numbers[one],) for name, one in self.job.named()}
         found: list[Compared] = [*compared_gradients(right.gradients, own, stages)]
-        for module, held in self.job.stages.items():
-            prefix = self.job.prefix(module)
-            for stage in held if (self.job.replica, self.job.shares[module].index) == (0, 0) else ():
-                found += [
-                    compared(f"buffer {prefix}{name}", [_number(stage)], one, right.buffers[f"{prefix}{name}"], 0.0)
-                    for name, one in stage.named_buffers()
-                    if f"{prefix}{name}" in right.buffers
-                ]
+        first = [name for name, share in self.job.shares.items() if (self.job.replica, share.index) == (0, 0)]
+        for module, stage in ((name, stage) for name in first for stage in self.job.stages[name]):
+            found += [
+                compared(f"buffer {name}", [_number(stage)], one, right.buffers[name], 0.0)
+                for name, one in self.job.read([(module, [stage])], nn.Module.named_buffers)
+                if name in right.buffers
+            ]
         lines = [str(each) for each in found if not each.error <= right.limit]
         lines += [f"{name} in named_parameters() has no name of one process" for name in own.keys() - right.gradients]
         used = {  # the zeros of another module, of which the step uses nothing, a bridge has sent
             prefix
-            for prefix, _ in self._every
+            for prefix, _ in every
             if any(one is not None and name.startswith(prefix) for name, one in right.gradients.items())
         }
         return lines + [
@@ -305,10 +282,6 @@ def _parameters(stages: Mapping[str, Sequence[Any]], modules: int, ranks: RankEx
 def _number(stage: Any) -> int:
     """The number of a stage in its module; a module that is not cut is one."""
     return stage.number if isinstance(stage, Stage) else 0
-
-
-def _is_first(stage: Any) -> bool:
-    return _number(stage) == 0
 
 
 def _whole(tensor: Any) -> Tensor:

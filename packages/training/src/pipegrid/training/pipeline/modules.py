@@ -126,9 +126,22 @@ class JobSetup:
     generators: Mapping[str, torch.Generator]  # a draw seeds each forward
     named: Callable[[], Iterable[tuple[str, nn.Parameter]]]  # the parameters to train, by the script's names
 
+    @property
+    def is_tensor_parallel(self) -> bool:
+        """Whether ranks have parts of a module's layers."""
+        grids = [module.grid for module in self.modules.values()]
+        return any("tp" in grid.dim_names and grid.dim_size("tp") > 1 for grid in grids)
+
     def prefix(self, module: str) -> str:
         """The prefix of the names of a module's parameters, where there are several modules."""
         return f"{module}." if len(self.modules) > 1 else ""
+
+    def read(
+        self, held: Iterable[tuple[str, Sequence[nn.Module]]], by: Callable[..., Any], **options: Any
+    ) -> list[tuple[str, Any]]:
+        """What ``by``, such as `nn.Module.named_buffers`, finds in the stages ``held`` of each module, by name."""
+        found = ((self.prefix(module), by(stage, **options)) for module, stages in held for stage in stages)
+        return [(f"{prefix}{name}", one) for prefix, each in found for name, one in each]
 
 
 def hosts_of(grid: HyperCommGrid, places: Sequence[int], hosts: Mapping[int, str]) -> list[tuple[str, ...]]:

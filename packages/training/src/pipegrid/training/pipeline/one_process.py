@@ -80,12 +80,6 @@ def cut_of(stage: Any) -> tuple[Sequence[str], dict[str, int]]:
     return assignment.layers, places
 
 
-def is_tensor_parallel(job: JobSetup) -> bool:
-    """Whether ranks have parts of a module's layers."""
-    grids = [module.grid for module in job.modules.values()]
-    return any("tp" in grid.dim_names and grid.dim_size("tp") > 1 for grid in grids)
-
-
 def are_equal(one: States, other: States) -> bool:
     """Whether generators of torch are where they were."""
     return all(torch.equal(state, other[kind]) for kind, state in one.items())
@@ -123,7 +117,8 @@ class OneProcess:
     def _step(self, wholes: Mapping[str, nn.Module], given: Given) -> Right:
         mean, beside, buffers = self._loss(wholes, given)
         loss = mean + beside
-        weights = {name: one for name, one in self._named(wholes, nn.Module.named_parameters) if one.requires_grad}
+        held = [(name, [whole]) for name, whole in wholes.items()]
+        weights = {name: one for name, one in self.job.read(held, nn.Module.named_parameters) if one.requires_grad}
         # As in a step that is divided last: a loss that a layer attaches with a scale of its own is a mean, too.
         number = sum(len(parts) for *parts, _ in given.batches)
         scale = grad_scale(self.job.config, torch.ones_like(loss))
@@ -133,16 +128,6 @@ class OneProcess:
         gradients = {name: None if one is None else one / number for name, one in zip(weights, made, strict=True)}
         limit = self._limit({one.dtype for one in weights.values()})
         return Right(mean.item(), gradients, buffers, limit, self._cut_apart(wholes, given, limit))
-
-    def _named(
-        self, wholes: Mapping[str, nn.Module], read: Callable[..., Any], **options: Any
-    ) -> list[tuple[str, Any]]:
-        """The values that ``read`` finds in all models, with their names."""
-        return [
-            (f"{self.job.prefix(module)}{name}", one)
-            for module, whole in wholes.items()
-            for name, one in read(whole, **options)
-        ]
 
     def _limit(self, dtypes: set[torch.dtype]) -> float:
         """The largest error, of a norm, that rounding explains; models compute some losses in float32."""
@@ -159,8 +144,9 @@ class OneProcess:
             for name, each in self.job.modules.items()
         }
         wholes = {name: whole.to(self.job.device) for name, whole in made.items()}
-        named = dict(self._named(wholes, nn.Module.named_parameters, remove_duplicate=False))
-        known = named.keys() | dict(self._named(wholes, nn.Module.named_buffers, remove_duplicate=False)).keys()
+        held = [(name, [whole]) for name, whole in wholes.items()]
+        named = dict(self.job.read(held, nn.Module.named_parameters, remove_duplicate=False))
+        known = named.keys() | dict(self.job.read(held, nn.Module.named_buffers, remove_duplicate=False)).keys()
         if others := sorted(given.values.keys() - known):
             raise LookupError(f"the stages have {', '.join(others[:3])}, which the model of one process has not")
         for name, one in named.items():
@@ -181,7 +167,7 @@ class OneProcess:
 
     def _loss(self, wholes: Mapping[str, nn.Module], given: Given) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """The mean loss of the step, what is added to it, and the buffers after the first replica."""
-        ran = _Replicas(wholes, self, given)
+        ran = _Replicas(wholes, self.job, given)
         outputs: list[Any] = []
         beside: list[Tensor] = []
         every: list[Microbatch] = []
@@ -193,7 +179,7 @@ class OneProcess:
                 beside += losses
         if max(self.shares.values()) > 1 and (given.attaches or beside):
             raise LookupError("a loss is attached in a job whose replicas share microbatches")
-        if ran.drew and is_tensor_parallel(self.job):
+        if ran.drew and self.job.is_tensor_parallel:
             raise LookupError("tensor-parallel layers may draw the random numbers of their parts")
         for scaler in aux_loss_scalers(self.job.config) if given.attaches else ():
             scaler.set_scale(grad_scale(self.job.config, torch.ones((), device=self.job.device), scaler.grad_scale))
@@ -316,9 +302,9 @@ class OneProcess:
 class _Replicas:
     """Whole models that run for one replica of each after the other: with its buffers, and its random numbers."""
 
-    def __init__(self, wholes: Mapping[str, nn.Module], process: OneProcess, given: Given) -> None:
+    def __init__(self, wholes: Mapping[str, nn.Module], job: JobSetup, given: Given) -> None:
         self.drew = False
-        self._wholes, self._process, self._given = wholes, process, given
+        self._wholes, self._job, self._given = wholes, job, given
         self._held = {name: {(-1, 0): _buffers(whole)} for name, whole in wholes.items()}  # by replica and share
         self._now = dict.fromkeys(wholes, (-1, 0))
 
@@ -336,7 +322,7 @@ class _Replicas:
         """Around a forward, which is seeded as those of the stages were; ``place``: its replica and microbatch."""
         replica, index = place
         self._turn(name, (replica, share))
-        (layers, places), device = self._given.cuts[name], self._process.job.device
+        (layers, places), device = self._given.cuts[name], self._job.device
         states = capture_torch(device)
 
         def act(at: str) -> None:
@@ -358,7 +344,7 @@ class _Replicas:
         found: dict[str, Tensor] = {}
         for name, whole in self._wholes.items():
             self._turn(name, (0, 0))
-            saved, prefix = whole.state_dict(), self._process.job.prefix(name)
+            saved, prefix = whole.state_dict(), self._job.prefix(name)
             found |= {f"{prefix}{key}": one for key, one in _buffers(whole).items() if key in saved}
         return found
 

@@ -31,22 +31,10 @@ from pipegrid.stages.generators import states_as_before
 from pipegrid.topology import HyperCommGrid, ProcessGroupCollection
 from pipegrid.training.generation import Sampling, generate
 from pipegrid.training.generation.generate import evaluating
+from pipegrid.training.pipeline import modules
 from pipegrid.training.pipeline.counts import beginning, require_one_call
 from pipegrid.training.pipeline.microbatches import microbatches, shares
-from pipegrid.training.pipeline.modules import (
-    EndOfJob,
-    JobSetup,
-    ModelFactory,
-    PipelineModule,
-    create_groups,
-    frozen_edges,
-    generators_of,
-    leave_groups,
-    modules_of,
-    monitor_of,
-    ranks_of,
-    tied_parameters,
-)
+from pipegrid.training.pipeline.modules import EndOfJob, JobSetup, ModelFactory, PipelineModule
 from pipegrid.training.pipeline.rows import Rows
 from pipegrid.training.pipeline.steps import Steps
 from pipegrid.transport.collectives.differences import by_text
@@ -138,7 +126,7 @@ class Pipeline:
         spare: Iterable[int] = (),
         host: str | None = None,
     ) -> None:
-        described = modules_of(model, layout, grid, names, forward)
+        described = modules.modules_of(model, layout, grid, names, forward)
         if microbatch_size is not None and num_microbatches is not None:
             raise StepArgumentError("microbatch_size and num_microbatches cut a batch in two ways; give one of them")
         self._cut: dict[str, Any] = {
@@ -152,11 +140,11 @@ class Pipeline:
 
         places = {name: module.places(schedule) for name, module in described.items()}
         config = PipelineConfig(variable_seq_lengths=True) if config is None else config
-        ranks = ranks_of(described, spare)
+        ranks = modules.ranks_of(described, spare)
         self._end = EndOfJob(ranks, config.deadline) if len(ranks) < dist.get_world_size() else None
         if self._end is not None and config.job_group is None:
             config = attrs.evolve(config, job_group=self._end.group)
-        create_groups(described)
+        modules.create_groups(described)
         self.grids = {name: module.grid for name, module in described.items()}
         own = {name: one for name, one in described.items() if one.grid.is_current_rank_in_grid()}
         self.groups = {name: ProcessGroupCollection.from_grid(one.grid) for name, one in own.items()}
@@ -172,14 +160,14 @@ class Pipeline:
             ]
             for name, module in own.items()
         }
-        self.generators = generators_of(self.grids)
+        self.generators = modules.generators_of(self.grids)
         if self.is_spare:
             self.config = config
             return
         if config.variable_seq_lengths and config.shapes is None:
             config = attrs.evolve(config, shapes="learned")
         topology = {} if topology is None else topology
-        options = frozen_edges(described, topology, edges or {})
+        options = modules.frozen_edges(described, topology, edges or {})
         connect = partial(
             MultiModulePipelineCommunicator,
             self.grids,
@@ -192,13 +180,13 @@ class Pipeline:
         self.communicator = connect()
         graph = self.communicator.job.graph
         assert graph is not None  # a communicator of modules
-        self._tied = tied = tied_parameters(described, self.stages, places, graph)
+        self._tied = tied = modules.tied_parameters(described, self.stages, places, graph)
         self.config = attrs.evolve(
             config,
             calculate_per_token_loss=True,
             weighted_microbatches=True,
             tied_parameters=(*config.tied_parameters, *tied),
-            monitor=config.monitor or monitor_of(monitor, self.device, ranks),
+            monitor=config.monitor or modules.monitor_of(monitor, self.device, ranks),
         )
         setup = JobSetup(
             described,
@@ -440,7 +428,7 @@ class Pipeline:
             self.communicator.destroy()
             if self.config.monitor is not None:
                 self.config.monitor.close()
-            leave_groups(self.grids.values(), self._tied)
+            modules.leave_groups(self.grids.values(), self._tied)
             if self._end is not None:
                 self._end.say()
 
@@ -478,10 +466,10 @@ def _edited(stage: Any, parallelize: Callable[[Any], Any] | None) -> Any:
     return stage
 
 
-def _named(modules: Mapping[str, Sequence[Any]], *, behind: bool = False) -> Iterator[tuple[str, nn.Parameter]]:
-    """`Pipeline.named_parameters` of the stages of ``modules``; each ``behind`` the name of its module."""
+def _named(held: Mapping[str, Sequence[Any]], *, behind: bool = False) -> Iterator[tuple[str, nn.Parameter]]:
+    """`Pipeline.named_parameters` of the stages ``held`` by module; each ``behind`` the name of its module."""
     seen: set[nn.Parameter] = set()
-    for module, stage in ((module, stage) for module, held in modules.items() for stage in held):
+    for module, stage in ((module, stage) for module, stages in held.items() for stage in stages):
         tied = names_of_ties(stage.ties, stage.number) if isinstance(stage, Stage) else {}
         for name, parameter in stage.named_parameters():
             if parameter.requires_grad and parameter not in seen:

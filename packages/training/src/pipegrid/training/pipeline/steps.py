@@ -40,22 +40,12 @@ from pipegrid.stages import Stage
 from pipegrid.stages.generators import generators_as_before, seed_by
 from pipegrid.timeline import Track
 from pipegrid.topology import replica_of
+from pipegrid.training.pipeline import losses
 from pipegrid.training.pipeline.counts import MICROBATCHES, CallMeeting, StepCounts, sums_of
 from pipegrid.training.pipeline.exchange import RankExchange
 from pipegrid.training.pipeline.first_step import FirstStep
 from pipegrid.training.pipeline.first_update import FirstUpdate
-from pipegrid.training.pipeline.losses import (
-    TOLD,
-    GivenLoss,
-    MicrobatchLoss,
-    OwnLoss,
-    Told,
-    Weighed,
-    are_apart,
-    require_mean,
-    sum_of,
-    sum_on_host,
-)
+from pipegrid.training.pipeline.losses import TOLD, GivenLoss, MicrobatchLoss, OwnLoss, Told, Weighed
 from pipegrid.training.pipeline.microbatches import Microbatch, forms_of, shared_microbatches, signature
 from pipegrid.training.pipeline.modules import JobSetup, hosts_of
 from pipegrid.transport.base import Communicator
@@ -258,7 +248,7 @@ class Steps:
         """
         told: Tensor | Sequence[float] = ()
         if infos and self._is_counted:
-            told = sum_of(infos) if self._streamed else sum_on_host(infos)
+            told = losses.sum_of(infos) if self._streamed else losses.sum_on_host(infos)
         if together:
             meeting.start(told, ready=updated)
             return meeting.met
@@ -287,8 +277,8 @@ class Steps:
             if self._streamed:
                 met.require_one_call()
             found, number = earlier.tolist(), counted.numbers()[MICROBATCHES]
-            attached = met.call == "step" and are_apart(found, number) and self._attaches()
-            require_mean(found, number, attached=attached)
+            attached = met.call == "step" and losses.are_apart(found, number) and self._attaches()
+            losses.require_mean(found, number, attached=attached)
         self._compared = True
         if not self._streamed:  # these sums are those that were read
             return sums.new_tensor(found[0] / (found[1] or 1.0))

@@ -13,20 +13,12 @@ from functools import partial
 from pathlib import Path
 
 from pipegrid.core.parser import Parser
-from pipegrid.goodput import (
-    POLICIES,
-    Scenario,
-    Throughput,
-    goodput,
-    goodput_json,
-    goodput_table,
-    parse_throughput,
-    planned_throughput,
-    possible,
-    random_failures,
-    read_failures,
-    rerouted_throughput,
-)
+from pipegrid.goodput.goodput import goodput, possible
+from pipegrid.goodput.outages import random_failures, read_failures
+from pipegrid.goodput.report import goodput_json, goodput_table
+from pipegrid.goodput.rerouted import rerouted_throughput
+from pipegrid.goodput.simulate import POLICIES, Scenario
+from pipegrid.goodput.throughput import Throughput, parse_throughput, planned_throughput
 from pipegrid.layout import LayoutError
 from pipegrid.planner import JobError, NoFitError, parse_job, plan
 from pipegrid.planner.reading import Form, parse_document, read_as
@@ -39,12 +31,11 @@ NO_FIT = 1
 def run(arguments: argparse.Namespace) -> None:
     """Simulate a job under failures, and print what each policy makes of it."""
     throughput = read_as(arguments.job, partial(throughput_of, arguments=arguments))
-    duration, repair = arguments.duration, arguments.repair
     if arguments.failures:
-        failures = read_failures(arguments.failures, duration=duration)
+        failures = read_failures(arguments.failures, duration=arguments.duration)
     else:
-        nodes, seed = throughput.nodes, arguments.seed
-        failures = random_failures(nodes, mtbf=arguments.mtbf, repair=repair, duration=duration, seed=seed)
+        how = {name: getattr(arguments, name) for name in ("mtbf", "repair", "duration", "seed")}
+        failures = random_failures(throughput.nodes, **how)
     replanned = read_as(arguments.job, partial(replanned_of, arguments=arguments)) if arguments.reroute else None
     names = ("restart", "checkpoint", "write", "replan", "promote", "spares", "without_spares")
     scenario = Scenario(throughput, failures, replanned=replanned, **{name: getattr(arguments, name) for name in names})

@@ -65,24 +65,18 @@ def best_interval(scenario: Scenario, policy: Policy) -> Outcome:
     """
     most = math.floor(scenario.failures.duration / scenario.step)
     tried: dict[int | None, Outcome] = {None: simulate(scenario, policy, None)}
-
-    def attempt(every: int) -> None:
-        if 1 <= every <= most and every not in tried:
-            tried[every] = simulate(scenario, policy, every)
-
-    for power in range(math.ceil(math.log(max(most, 1), _RATIO)) + 1):
-        attempt(round(_RATIO**power))
+    wanted = [round(_RATIO**power) for power in range(math.ceil(math.log(max(most, 1), _RATIO)) + 1)]
     if scenario.checkpoint and scenario.failures.count:
-        attempt(round(daly(scenario.checkpoint, scenario.failures.mtbf) / scenario.step))
-    for _ in range(_ROUNDS):
+        wanted.append(round(daly(scenario.checkpoint, scenario.failures.mtbf) / scenario.step))
+    for _ in range(_ROUNDS + 1):
+        new = [every for every in dict.fromkeys(wanted) if 1 <= every <= most and every not in tried]
+        tried |= {every: simulate(scenario, policy, every) for every in new}
         known = sorted(every for every in tried if every is not None)
-        best = max(known, key=lambda every: tried[every].goodput, default=None)
-        if best is None:
+        if not known:
             break
-        at = known.index(best)
+        at = known.index(max(known, key=lambda every: tried[every].goodput))
         low, high = known[max(at - 1, 0)], known[min(at + 1, len(known) - 1)]
-        for part in range(1, _TRIED):
-            attempt(round(low + (high - low) * part / _TRIED))
+        wanted = [round(low + (high - low) * part / _TRIED) for part in range(1, _TRIED)]
     return max(tried.values(), key=lambda outcome: outcome.goodput)
 
 
@@ -156,11 +150,5 @@ def goodput(
 
 
 def possible(scenario: Scenario) -> tuple[Policy, ...]:
-    """The policies that have nodes to train on: not ``"spare"``, where the job trains on all nodes only.
-
-    Examples:
-        >>> failures = random_failures(8, mtbf="12h", duration="30d")
-        >>> possible(Scenario(Throughput({8: 10.0}, batch=64), failures, restart="10m", checkpoint="30s"))
-        ('restart', 're-plan')
-    """
+    """The policies that have nodes to train on: not ``"spare"``, where the job trains on all nodes only."""
     return tuple(policy for policy in POLICIES if scenario.throughput.rate(scenario.places(policy)))

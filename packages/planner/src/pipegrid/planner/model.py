@@ -15,7 +15,7 @@ from attrs import frozen
 
 from pipegrid.layout import LayerMemory, LayoutInfeasibleError, PipelineParallelLayerLayout, balance
 from pipegrid.planner.grids import Arrangement, GridPart
-from pipegrid.planner.job import Job, ModuleCosts, Network
+from pipegrid.planner.job import Job, Layers, ModuleCosts, Network
 
 Times = tuple[float, float, float]
 """Seconds of F, I and W."""
@@ -57,7 +57,7 @@ class CostModel:
     def __init__(self, job: Job) -> None:
         self.job = job
         self.layer_times = cache(self._layer_times)
-        self.total = cache(self._total)
+        self.total = cache(lambda *of: sum(map(sum, self.layer_times(*of))))  # forward and backward, for one sample
         self.layout = cache(self._layout)
         self.layout_within = cache(self._layout_within)
         self.stages = cache(self._stages)
@@ -69,10 +69,10 @@ class CostModel:
         backward has as many as the forward (Shoeybi et al. 2019, section 3).
         """
         module = self.job.module(name)
-        return tuple(self._layer(module, at, tp, cp) for at in range(len(module.each)))
+        return tuple(self._layer(module, layer, tp, cp) for layer in module.each)
 
-    def _layer(self, module: ModuleCosts, at: int, tp: int, cp: int) -> Times:
-        layer, links = module.each[at], self.job.links
+    def _layer(self, module: ModuleCosts, layer: Layers, tp: int, cp: int) -> Times:
+        links = self.job.links
         if layer.seconds is not None:
             whole = (layer.seconds.F, layer.seconds.I, layer.seconds.W)
         else:
@@ -87,10 +87,6 @@ class CostModel:
             seconds = layer.context / tp * (cp - 1) / cp / group_bandwidth(links, stride=tp, size=cp)
             forward, inputs = forward + seconds, inputs + 2 * seconds  # back: keys and values again, their gradients
         return (forward, 0.0, 0.0) if module.frozen else (forward, inputs, weights)
-
-    def _total(self, name: str, tp: int, cp: int) -> float:
-        """Seconds of all layers, forward and backward, for one sample."""
-        return sum(map(sum, self.layer_times(name, tp, cp)))
 
     def _layout(self, name: str, tp: int, cp: int, stages: int) -> PipelineParallelLayerLayout:
         costs = [sum(times) for times in self.layer_times(name, tp, cp)]

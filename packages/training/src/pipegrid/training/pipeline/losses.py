@@ -357,14 +357,11 @@ class GivenLoss:
                 f"{_WEIGHED} nothing in the output has rows, by which it could be found out; return (sum, count)"
             )
         try:
-            with asked():
-                values = [float(self._of_part(part)) for part in parts]
+            values, means, fits = self._means(parts, _rules_for(microbatch))
         except Exception as error:
             raise StageOutputError(
                 f"{_WEIGHED} has failed with labels that were changed to find out which it is; return (sum, count)"
             ) from error
-        means = {rule: _composed(values, parts, rule) for rule in _rules_for(microbatch)}
-        fits = [rule for rule, mean in means.items() if _close(mean, values[2], values)]
         if len({means[rule] for rule in fits}) == 1:
             return fits[0]
         raise StageOutputError(
@@ -377,10 +374,8 @@ class GivenLoss:
         parts = halves(output, microbatch.inputs, microbatch.rows)
         if parts is None:
             return
-        with asked():
-            values = [float(self._of_part(part)) for part in parts]
-        means = {rule: _composed(values, parts, rule) for rule in rules}
-        if not any(_close(mean, values[2], values) for mean in means.values()):
+        values, means, fits = self._means(parts, rules)
+        if not fits:
             raise StageOutputError(
                 f"loss returned the mean {values[2]:.6g} of a microbatch, and {values[0]:.6g} and {values[1]:.6g} of "
                 f"its first rows and the others; {_shown(means)}. Return (sum, count), or (mean, 1) for a mean over "
@@ -396,6 +391,20 @@ class GivenLoss:
                 return ()
             count = float(self._of_part(more)[1])
         return tuple([rule for rule in self._counted or () if more.counts[rule] == count])
+
+    def _means(
+        self, parts: Sequence[LossPart], rules: Sequence[int]
+    ) -> tuple[list[float], dict[int, float], list[int]]:
+        """The means of two parts and of both as one; by rule, what the first two make together; the rules that fit."""
+        with asked():
+            values = [float(self._of_part(part)) for part in parts]
+        means = {}
+        for rule in rules:
+            weights = [part.counts[rule] for part in parts[:2]]
+            terms = [value * weight for value, weight in zip(values, weights, strict=False) if weight]
+            means[rule] = sum(terms) / sum(weights) if sum(weights) else math.nan
+        most = _CLOSE * max(abs(each) for each in values if not math.isnan(each))
+        return values, means, [rule for rule, mean in means.items() if abs(mean - values[2]) <= most]
 
     def _of_part(self, part: LossPart) -> Any:
         """The result for a part of a microbatch, without the loss beside it."""
@@ -421,16 +430,5 @@ def _apart(output: Any, microbatch: Microbatch, counts: StepCounts) -> tuple[Los
         return padded_apart(output, inputs, microbatch.rows)
 
 
-def _composed(values: Sequence[float], parts: Sequence[LossPart], rule: int) -> float:
-    """The mean over two parts, of the mean over each."""
-    weights = [part.counts[rule] for part in parts[:2]]
-    terms = [value * weight for value, weight in zip(values, weights, strict=False) if weight]
-    return sum(terms) / sum(weights) if sum(weights) else math.nan
-
-
 def _shown(means: Mapping[int, float]) -> str:
     return "a mean over " + ", ".join(f"{NAMES[rule]} is {mean:.6g}" for rule, mean in means.items())
-
-
-def _close(mean: float, value: float, values: Sequence[float]) -> bool:
-    return abs(mean - value) <= _CLOSE * max(abs(each) for each in values if not math.isnan(each))

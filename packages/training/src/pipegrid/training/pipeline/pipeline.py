@@ -153,13 +153,16 @@ class Pipeline:
         _, self.device = resolve_device(next(iter(described.values())).grid.backend, device)
         self._without_elements = nn.Parameter(torch.empty(0, 0, device=self.device))
         self.config: PipelineConfig
-        self.stages: dict[str, list[Any]] = {
-            name: [
-                _edited(stage, parallelize)
-                for stage in module.stages(name if len(described) > 1 else None, places[name], self.device)
-            ]
-            for name, module in own.items()
-        }
+        self.stages: dict[str, list[Any]] = {}
+        for name, module in own.items():
+            made = module.stages(name if len(described) > 1 else None, places[name], self.device)
+            for stage in made if parallelize is not None else ():
+                edited = parallelize(stage)
+                if edited is not None and edited is not stage:
+                    raise StepArgumentError(
+                        f"parallelize returned {type(edited).__name__}; it edits the stage in place"
+                    )
+            self.stages[name] = made
         self.generators = modules.generators_of(self.grids)
         if self.is_spare:
             self.config = config
@@ -457,13 +460,6 @@ def _reconnected(
     job.communicator.destroy()
     job.communicator = connect(skips=skips)
     return job.communicator
-
-
-def _edited(stage: Any, parallelize: Callable[[Any], Any] | None) -> Any:
-    edited = None if parallelize is None else parallelize(stage)
-    if edited is not None and edited is not stage:
-        raise StepArgumentError(f"parallelize returned {type(edited).__name__}; it edits the stage in place")
-    return stage
 
 
 def _named(held: Mapping[str, Sequence[Any]], *, behind: bool = False) -> Iterator[tuple[str, nn.Parameter]]:

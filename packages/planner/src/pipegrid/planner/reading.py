@@ -99,11 +99,8 @@ def _converter() -> Converter:
     from cattrs import Converter
 
     converter = Converter(forbid_extra_keys=True)
-
-    def as_given(value: Any, _: Any) -> Any:
-        return value  # checked by the annotations of the classes
-
-    converter.register_structure_hook_func(_is_plain, as_given)
+    # Values are checked by the annotations of the classes.
+    converter.register_structure_hook_func(_is_plain, lambda value, _: value)
     return converter
 
 

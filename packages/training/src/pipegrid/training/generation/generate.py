@@ -90,7 +90,11 @@ def generate(
         forward_only=True,
         collect_non_loss_data=True,
     )
-    with _kv_caches(own, num_microbatches, max_new_tokens), evaluating(model):
+    caches = [
+        [kv_cache_of(stage.whole, stage.assignment, stage.number, max_new_tokens) for _ in range(num_microbatches)]
+        for stage in own
+    ]
+    with _holding(own, "kv_caches", caches), evaluating(model):
         logits = step(
             forward_step_func=_choosing(forward_step_func, own),
             data_iterator=data_iterator,
@@ -104,8 +108,15 @@ def generate(
         texts.append(logits)
         graph = communicator.job.graph
         alone = graph is None or len(graph.modules) == 1
-        part = p2p_communicator if graph is None or alone else ModulePart(communicator, name, graph)
-        with contextlib.nullcontext() if alone else _unmonitored(own):
+        part = p2p_communicator if graph is None or alone else _ModulePart(communicator, name, graph)
+        # The job's monitor waits for all its ranks, and those of other modules take no further steps:
+        configs = [
+            evolve(stage.config, monitor=None)
+            if isinstance(stage.config, PipelineConfig) and not alone
+            else stage.config
+            for stage in own
+        ]
+        with _holding(own, "config", configs):
             for _ in range(max_new_tokens - 1):
                 if texts.ended:
                     break
@@ -142,29 +153,16 @@ def _stages_of(model: Any, module: str | None, communicator: Communicator) -> tu
 
 
 @contextlib.contextmanager
-def _kv_caches(stages: Sequence[Stage], microbatches: int, new: int) -> Iterator[None]:
-    """Give each stage a KV cache of every microbatch, and take it away."""
-    for stage in stages:
-        stage.kv_caches = [kv_cache_of(stage.whole, stage.assignment, stage.number, new) for _ in range(microbatches)]
+def _holding(held: Sequence[Any], name: str, values: Sequence[Any]) -> Iterator[None]:
+    """Attribute ``name`` of each of ``held`` has these values, and at the end those of before."""
+    before = [getattr(one, name) for one in held]
     try:
+        for one, value in zip(held, values, strict=True):
+            setattr(one, name, value)
         yield
     finally:
-        for stage in stages:
-            stage.kv_caches = None
-
-
-@contextlib.contextmanager
-def _unmonitored(stages: Sequence[Stage]) -> Iterator[None]:
-    """Without the job's monitor, which waits for all its ranks: those of other modules take no further steps."""
-    configs = [stage.config for stage in stages]
-    for stage, config in zip(stages, configs, strict=True):
-        if isinstance(config, PipelineConfig):
-            stage.config = evolve(config, monitor=None)
-    try:
-        yield
-    finally:
-        for stage, config in zip(stages, configs, strict=True):
-            stage.config = config
+        for one, value in zip(held, before, strict=True):
+            setattr(one, name, value)
 
 
 @contextlib.contextmanager
@@ -173,14 +171,10 @@ def evaluating(model: Any) -> Iterator[None]:
     models = flat(model)[1]
     held = [module for one in models for module in one.modules()]
     held += [module.whole for module in held if isinstance(module, Stage)]  # no submodule
-    modes = [module.training for module in held]
-    for one in models:
-        one.eval()
-    try:
+    with _holding(held, "training", [module.training for module in held]):
+        for one in models:
+            one.eval()
         yield
-    finally:
-        for module, mode in zip(held, modes, strict=True):
-            module.training = mode
 
 
 def _choosing(forward_step_func: Callable[..., Any], own: Sequence[Stage]) -> Callable[..., Any]:
@@ -195,7 +189,7 @@ def _choosing(forward_step_func: Callable[..., Any], own: Sequence[Stage]) -> Ca
     return forward_step
 
 
-class ModulePart(Communicator):
+class _ModulePart(Communicator):
     """The lanes of ``whole`` inside ``module``: its stages are numbered from 0, as in a job of it alone."""
 
     def __init__(self, whole: Communicator, module: str, graph: ModuleGraph) -> None:
@@ -221,26 +215,20 @@ class ModulePart(Communicator):
         return Edge(edge.source + self._first, edge.destination + self._first)
 
     def port(self, edge: Edge, direction: Direction) -> Port:
-        """The lane of an edge of the module's own stage numbers."""
         return self._whole.port(self._edge(edge), direction)
 
     def batch(self) -> AbstractContextManager[None]:
-        """Start the block's sends and receives as a batch of the whole communicator."""
         return self._whole.batch()
 
     @property
     def batches(self) -> bool:
-        """Whether a batch of the whole communicator is more than its messages one by one."""
         return self._whole.batches
 
     def in_order(self) -> AbstractContextManager[None]:
-        """Start transfers of the whole communicator in the order of calls inside the block."""
         return self._whole.in_order()
 
     def neighbours(self, edges: Iterable[Edge]) -> Sequence[Handshake] | None:
-        """The handshakes with the ranks at the other ends of these edges of the module."""
         return self._whole.neighbours(map(self._edge, edges))
 
     def abort(self, reason: str) -> None:
-        """End all lanes of the whole communicator."""
         self._whole.abort(reason)

@@ -156,12 +156,11 @@ class Pipeline:
         self.stages: dict[str, list[Any]] = {}
         for name, module in own.items():
             made = module.stages(name if len(described) > 1 else None, places[name], self.device)
-            for stage in made if parallelize is not None else ():
-                edited = parallelize(stage)
+            for stage in made:
+                edited = None if parallelize is None else parallelize(stage)
                 if edited is not None and edited is not stage:
-                    raise StepArgumentError(
-                        f"parallelize returned {type(edited).__name__}; it edits the stage in place"
-                    )
+                    kind = type(edited).__name__
+                    raise StepArgumentError(f"parallelize returned {kind}; it edits the stage in place")
             self.stages[name] = made
         self.generators = modules.generators_of(self.grids)
         if self.is_spare:

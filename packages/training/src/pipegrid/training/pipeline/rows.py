@@ -8,11 +8,11 @@ first. What could be cut along two axes, or along none, is an error with the rem
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, Final, TypeVar, cast
 
+import numpy as np
 import torch
 from attrs import define, field
 
@@ -67,7 +67,7 @@ class Rows:
         Raises:
             StepArgumentError: none, or unequal numbers.
         """
-        lengths = self._first_lengths(batch)
+        lengths = self._lengths(batch)
         if not lengths or 0 in lengths.values() or len(set(lengths.values())) > 1:
             raise StepArgumentError(
                 f"the first axes of the batch are {lengths}; they must be the same rows, at least one. Name other axes "
@@ -77,7 +77,7 @@ class Rows:
 
     def number_or_first(self, part: Mapping[str, Any]) -> int:
         """The rows of a microbatch that a script has cut: of what is known to have them, else of its first tensor."""
-        return next(iter(self._first_lengths(part).values()), 1)
+        return next(iter(self._lengths(part).values()), 1)
 
     def split(self, batch: Mapping[str, Any], count: int) -> list[Mapping[str, Any]]:
         """``count`` parts of a batch of at least as many rows; the first ones have a row more.
@@ -122,8 +122,7 @@ class Rows:
             if not isinstance(value, torch.Tensor):
                 return derive()
             form += (name, value.shape)
-        key = tuple(form)
-        if key not in self._known:
+        if (key := tuple(form)) not in self._known:
             found = derive()
             if len(self._known) == _KEPT:
                 self._known.clear()
@@ -139,12 +138,11 @@ class Rows:
             self._known.clear()
         return axes
 
-    def _first_lengths(self, batch: Mapping[str, Any]) -> dict[str, int]:
-        """The first of `_lengths`; empty where there are none."""
-        return self._once("lengths", batch, lambda: next(self._lengths(batch), {}))
+    def _lengths(self, batch: Mapping[str, Any]) -> dict[str, int]:
+        """The rows that entries have, by name: of those that are known, else of tensors, else of lists."""
+        return self._once("lengths", batch, lambda: self._lengths_now(batch))
 
-    def _lengths(self, batch: Mapping[str, Any]) -> Iterator[dict[str, int]]:
-        """The rows that entries have, by name: of those that are known, of tensors, of lists; without empty dicts."""
+    def _lengths_now(self, batch: Mapping[str, Any]) -> dict[str, int]:
         entries = [(path, value) for path, value in _entries(batch) if not self._is_whole(path)]
         said = {path: _length(value, self.axes[path]) for path, value in entries if path in self.axes}
         known = {path: len(value) for path, value in entries if path in _ROWS_FIRST and _has_axes(value)}
@@ -154,7 +152,7 @@ class Rows:
         masks = {path: len(value) for path, value in entries if path in _MASKS and _is_array(value) and value.ndim}
         lists = {path: len(value) for path, value in others if isinstance(value, (list, tuple))}
         known |= {path: length for path, length in said.items() if length is not None}
-        return (found for found in (known, tensors, masks, lists) if found)
+        return known or tensors or masks or lists
 
     def _is_whole(self, path: str) -> bool:
         return any(path == name or path.startswith(f"{name}.") for name in self.whole)
@@ -279,8 +277,7 @@ def _has_tensors(value: Any) -> bool:
 
 
 def _is_array(value: Any) -> bool:
-    numpy = sys.modules.get("numpy")
-    return isinstance(value, torch.Tensor) or (numpy is not None and isinstance(value, numpy.ndarray))
+    return isinstance(value, (torch.Tensor, np.ndarray))
 
 
 def _has_axes(value: Any) -> bool:
@@ -319,7 +316,7 @@ def _cat(values: Sequence[Any], axis: int) -> Any:
     if isinstance(first, torch.Tensor):
         return torch.cat(list(values), dim=max(axis, 0))
     if _is_array(first):
-        return sys.modules["numpy"].concatenate(values, axis=max(axis, 0))
+        return np.concatenate(values, axis=max(axis, 0))
     if axis == 0:
         return type(first)([each for value in values for each in value])
     inner = [_cat(each, axis if axis == INSIDE else axis - 1) for each in zip(*values, strict=True)]
@@ -337,6 +334,4 @@ def _same(one: Any, other: Any) -> bool:
 def _described(value: Any) -> str:
     if _is_array(value):
         return f"a tensor of shape {list(value.shape)}"
-    if isinstance(value, (list, tuple)):
-        return f"a {type(value).__name__} of {len(value)}"
-    return f"a {type(value).__name__}"
+    return f"a {type(value).__name__}" + (f" of {len(value)}" if isinstance(value, (list, tuple)) else "")

@@ -26,8 +26,6 @@ CALLS = ("step", "evaluate", "clip")
 """Methods of a `Pipeline`. Each has an all-reduce over the job, of one layout, in which it has a mark."""
 
 _LOOK_SECONDS, _POLL_SECONDS = 0.2, 0.005
-
-
 _MARKS = {call: [float(call == each) for each in CALLS] for call in CALLS}
 _NOTHING = [0.0] * len(NAMES)
 
@@ -41,14 +39,9 @@ def beginning(call: str, counts: Sequence[float] = (), *, ready: bool = False, f
 
 
 def require_one_call(call: str, sums: Sequence[float]) -> None:
-    """Raise where ranks have met that are in different calls, such as one more `evaluate` than others.
+    """Raise a `DisagreementError` where ranks have met that are in other calls than ``call``, on every one of them.
 
-    Args:
-        call: of this rank.
-        sums: over the ranks of what `beginning` returns, or the end of that.
-
-    Raises:
-        DisagreementError: on every rank that has come.
+    ``sums``: over the ranks of what `beginning` returns, or the end of that.
     """
     marks = dict(zip(CALLS, sums[-len(CALLS) - 2 : -2], strict=True))
     if sum(marks.values()) > marks[call]:
@@ -91,10 +84,8 @@ class CallMeeting:
     def start(self, told: Sequence[float] | Tensor = (), *, ready: bool = False, failed: bool = False) -> None:
         """Start to add up what this rank tells, such as the counts of microbatches whose loss it has (`sums_of`).
 
-        Args:
-            told: at most as many numbers as `NAMES`, on the host or as a float64 tensor.
-            ready: what any rank's `ready` is then.
-            failed: this rank has failed before it had anything to tell.
+        ``told``: at most as many numbers as `NAMES`, on the host or as a float64 tensor; ``ready``: makes `ready` true
+        on all ranks; ``failed``: this rank has failed before it had anything to tell.
         """
         if self.gather is None:
             self.expect()
@@ -153,7 +144,7 @@ class CallMeeting:
 
     @property
     def ready(self) -> bool:
-        """Whether any rank was; the host waits for it."""
+        """Whether any rank has said so in `start`; the host waits for it."""
         self.wait()
         return bool(self.sums[-2] > 0)
 

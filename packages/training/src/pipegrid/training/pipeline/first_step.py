@@ -145,10 +145,7 @@ class FirstStep:
         """Compare the step, of ``count`` microbatches of this rank, whose mean loss over the job was ``loss``.
 
         ``attaches``: layers of this rank attach losses. Returns the largest error that rounding explains, where it was
-        compared.
-
-        Raises:
-            CutError: on every rank, where one process has other gradients, buffers or another loss.
+        compared; raises `CutError` on every rank where one process has other gradients, buffers or another loss.
         """
         if not self._compares:
             return None

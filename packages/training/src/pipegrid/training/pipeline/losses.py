@@ -56,15 +56,10 @@ def are_apart(sums: Sequence[float], microbatches: float) -> bool:
 
 
 def require_mean(sums: Sequence[float], microbatches: float, *, attached: bool) -> None:
-    """Raise where the weights of a step, added up over the job, do not make the mean of one process.
+    """Raise a `StageOutputError` where the weights of a step do not make the mean of one process.
 
-    Args:
-        sums: of `Weighed`.
-        microbatches: of the job.
-        attached: a layer or a stage of the job has added a loss of its own.
-
-    Raises:
-        StageOutputError: replicas have weighed by different rules, or attached losses have another divisor.
+    Replicas have weighed by different rules; or, where a layer or a stage has ``attached`` a loss of its own, that has
+    another divisor. ``sums``: of `Weighed`, over the job.
     """
     _, weights, once, squares, number = sums
     apart = are_apart(sums, microbatches)
@@ -165,11 +160,7 @@ class OwnLoss:
         self._rule: int | None = None  # by which microbatches were weighed, where that mattered
 
     def __call__(self, output: Any, microbatch: Microbatch, counts: StepCounts) -> Weighed:
-        """The mean, by the weight of what it is a mean over.
-
-        Raises:
-            StageOutputError: no loss, or a mean over what is not known.
-        """
+        """The mean, by the weight of what it is over; a `StageOutputError` without a loss, or where that is unknown."""
         loss, logits, labels = (getattr(output, "loss", None), getattr(output, "logits", None), microbatch.labels)
         if labels is None or loss is None or logits is None:
             raise StageOutputError(
@@ -306,11 +297,7 @@ class GivenLoss:
         self._seen: set[frozenset[str]] = set()
 
     def __call__(self, output: Any, microbatch: Microbatch, counts: StepCounts) -> Weighed:
-        """The loss, weighed among those of the step, and the one beside it.
-
-        Raises:
-            StageOutputError: another result, or a mean over what is not known.
-        """
+        """The loss, weighed among those of the step, and the one beside it; another result is a `StageOutputError`."""
         found = self._loss(output, microbatch.inputs)
         found, beside = (found.output, found.loss) if isinstance(found, WithLoss) else (found, None)
         if isinstance(found, Tensor):

@@ -83,9 +83,7 @@ class PipelineModule:
         return tuple(range(pp)) if chunks == 1 else stage_places(schedule, pp, chunks)
 
     def stages(self, name: str | None, places: Sequence[int], device: torch.device) -> list[Any]:
-        """This rank's stages, on ``device``; none on ranks outside of the grid."""
-        if not self.grid.is_current_rank_in_grid():
-            return []
+        """This rank's stages, on ``device``; the rank is one of the grid."""
         if self.layout is None:
             model = self.model if isinstance(self.model, nn.Module) else self.model()
             if getattr(model, "config", None) is not None:
@@ -181,13 +179,12 @@ def ranks_of(modules: Mapping[str, PipelineModule], spare: Iterable[int]) -> tup
     Raises:
         StepArgumentError: a rank that no grid has is not among the spare ones, or one of these has a module.
     """
-    named = {*checked(spare, tuple[Index, ...], "spare", StepArgumentError)}
+    named = sorted({*checked(spare, tuple[Index, ...], "spare", StepArgumentError)})
     ranks = {rank for module in modules.values() for rank in module.grid.ranks}
-    if (missing := set(range(dist.get_world_size())) - ranks) != named:
+    if (missing := sorted(set(range(dist.get_world_size())) - ranks)) != named:
         raise StepArgumentError(
-            f"a world of {dist.get_world_size()} ranks: no grid has the ranks {sorted(missing)}, and spare is "
-            f"{sorted(named)}; start fewer, give a larger grid, or name ranks that take no part: spare="
-            f"{sorted(missing)}"
+            f"a world of {dist.get_world_size()} ranks: no grid has the ranks {missing}, and spare is {named}; "
+            f"start fewer, give a larger grid, or name ranks that take no part: spare={missing}"
         )
     return tuple(sorted(ranks))
 
@@ -281,8 +278,7 @@ def tied_parameters(
             continue
         own = stages.get(name, [])
         ties = own[0].ties if own else ties_of(module.model, module.layout, names=module.names)
-        one_each = len(set(places[name])) == len(places[name])
-        placement = None if one_each else places[name]
+        placement = None if len(set(places[name])) == len(places[name]) else places[name]  # None: one each
         tied += tie_stage_parameters(ties, own, grids, graph=graph, module=name, placement=placement)
     return tuple(tied)
 

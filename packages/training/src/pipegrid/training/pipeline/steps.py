@@ -91,11 +91,7 @@ class Steps:
         self._set_config(job.config)
 
     def arguments(self, parts: Sequence[Mapping[str, Any]], routes: Routes | None = None) -> dict[str, Any]:
-        """The arguments of a step function.
-
-        Raises:
-            StepArgumentError: the routes move microbatches, or share calls.
-        """
+        """The arguments of a step function; routes that move microbatches or share calls are a `StepArgumentError`."""
         if routes is not None and (routes.moves or routes.every or routes.dead):
             raise StepArgumentError(
                 "the routes of a Pipeline's step move microbatches to other replicas, whose rows these do not have, or "

@@ -114,8 +114,7 @@ class Attempt:
             # Beside the default group: on the host whatever computes, and apart from what a save does in its thread.
             spec = GroupSpec(tuple(range(dist.get_world_size())), "attempt")
             self._group = create_groups([spec], backend="gloo", timeout=self._timeout)[spec]
-        said = self._agreed("the attempt", self._entered)
-        if said is not None:
+        if (said := self._agreed("the attempt", self._entered)) is not None:
             text, exit_code = said
             self._close(for_good=True)
             raise RestartError(text, exit_code=exit_code)
@@ -222,7 +221,6 @@ class Attempt:
     def _close(self, *, for_good: bool, failure: str = "") -> None:
         """End the attempt here; ``for_good`` on all ranks and with torchrun, which is not to start them again."""
         signals, self._signals = self._signals, None
-        signalled = signals is not None and signals.received is not None
         if signals is not None:
             signals.close(ignore=for_good)
         elif for_good:
@@ -232,7 +230,9 @@ class Attempt:
         if for_good and self._survivors is None:
             # All ranks ignore torchrun's SIGTERM before one of them causes it.
             wait_for_all(self._group, waiting=Waiting(what="the end of the attempt"))
-            if not signalled:  # else the signal was torchrun's own, most likely; a restart would find the record
+            if (
+                signals is None or signals.received is None
+            ):  # else the signal was torchrun's own, most likely; a restart would find the record
                 stop_restarts()
         if self._neighbours is not None:
             self._neighbours.close(failure=failure)

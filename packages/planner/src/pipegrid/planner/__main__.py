@@ -109,14 +109,8 @@ def plan_file(arguments: argparse.Namespace) -> int:
 def what_if_file(arguments: argparse.Namespace) -> int:
     """Predict a step of another plan, and print it beside the recorded one."""
     recording = recording_from_json(arguments.recording.read_text(encoding="utf-8"))
-    found = what_if(
-        recording,
-        schedule=arguments.schedule,
-        pp=arguments.pp,
-        chunks=arguments.chunks,
-        microbatches=arguments.microbatches,
-        input_share=arguments.input_share,
-    )
+    names = ("schedule", "pp", "chunks", "microbatches", "input_share")
+    found = what_if(recording, **{name: getattr(arguments, name) for name in names})
     print(what_if_table(found), end="")
     draw(arguments, timeline(found.other, unit="s"), *([timeline(recording)] if arguments.html else []))
     return 0
@@ -124,15 +118,9 @@ def what_if_file(arguments: argparse.Namespace) -> int:
 
 def layers_file(arguments: argparse.Namespace) -> int:
     """Print the layers of a job's module, as a recorded run had them."""
-    layers = layer_costs(
-        recording_from_json(arguments.recording.read_text(encoding="utf-8")),
-        arguments.layout,
-        module=arguments.module,
-        samples=arguments.samples,
-        free=arguments.free,
-        input_share=arguments.input_share,
-    )
-    print(layers_toml(layers), end="")
+    recording = recording_from_json(arguments.recording.read_text(encoding="utf-8"))
+    how = {name: getattr(arguments, name) for name in ("module", "samples", "free", "input_share")}
+    print(layers_toml(layer_costs(recording, arguments.layout, **how)), end="")
     return 0
 
 

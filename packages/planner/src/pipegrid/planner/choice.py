@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from functools import cache
+from itertools import chain
 from typing import Annotated, TypeAlias
 
 from attrs import field, frozen
@@ -25,8 +26,6 @@ class Memory:
     """The memory of a rank of one position, in bytes.
 
     Attributes:
-        parameters: weights.
-        gradients: of the weights.
         optimizer: its states.
         activations: at the peak of the step.
         communicators: their buffers.
@@ -140,9 +139,9 @@ class Candidate:
         if self.schedule == "1f1b":
             held = tuple(min(microbatches, distance + 1) for distance in shape.placed.graph.distance_to_sink)
         else:
-            chain = _chain_in_flight(self.schedule, main.pp, shape.chunks, min(microbatches, main.pp, FEW))
+            own = _chain_in_flight(self.schedule, main.pp, shape.chunks, min(microbatches, main.pp, FEW))
             before = microbatches if self.arrangement.colocated else 1  # an encoder on these ranks runs before
-            held = (*[before] * (len(shape.stages) - len(chain)), *chain)
+            held = (*[before] * (len(shape.stages) - len(own)), *own)
         return tuple(live if trained else 1 for live, trained in zip(held, shape.trained, strict=True))
 
     def least_memory(self, live: Sequence[int]) -> float:
@@ -175,17 +174,12 @@ class Candidate:
 
     def communicators(self, plan: Plan) -> list[float]:
         """Bytes of a rank's communicators, and of two messages on each of its lanes, by position."""
-        shape, found = self.shape, []
-        buffer = shape.job.device.communicator
-        for stages in shape.placed.held:
-            parts = {shape.stages[s].part for s in stages}
-            found.append(buffer * sum((part.tp > 1) + (part.cp > 1) + (part.dp > 1) for part in parts))
+        shape, buffer = self.shape, self.shape.job.device.communicator
+        held = ({shape.stages[s].part for s in stages} for stages in shape.placed.held)
+        found = [buffer * sum((part.tp > 1) + (part.cp > 1) + (part.dp > 1) for part in parts) for parts in held]
         for flow in dataflow_of(plan).crossing:
-            if flow.edge in shape.collectives:
-                continue
-            for route in flow.routes:
-                for position in route:
-                    found[position] += buffer + 2 * shape.message(flow.edge) * self.microbatch
+            for position in chain.from_iterable(flow.routes) if flow.edge not in shape.collectives else ():
+                found[position] += buffer + 2 * shape.message(flow.edge) * self.microbatch
         return found
 
     def cost(self, plan: Plan | None = None) -> Choice:

@@ -14,9 +14,8 @@ from pipegrid.layout import LayerType, LayoutError, balance
 from pipegrid.planner.errors import JobError
 from pipegrid.plans import SCHEDULES
 
-UNITS = {unit: 1000**power for power, unit in enumerate(("B", "kB", "MB", "GB", "TB"))} | {
-    unit: 1024**power for power, unit in enumerate(("KiB", "MiB", "GiB", "TiB"), 1)
-}
+UNITS = {"B": 1} | {f"{letter}B": 1000**power for power, letter in enumerate("kMGT", 1)}
+UNITS |= {f"{letter}iB": 1024**power for power, letter in enumerate("KMGT", 1)}
 _SIZE = re.compile(r"\s*([0-9.]+(?:e[0-9]+)?)\s*([A-Za-z]+)\s*")
 
 
@@ -86,8 +85,6 @@ class Layers:
     """Equal layers, with the costs of one layer for one sample.
 
     Attributes:
-        kind: the kind of layer.
-        count: number of layers.
         flops: of the forward.
         attention_flops: the part of them between activations, without weights; its backward is twice itself, all in
             ``I``.
@@ -125,7 +122,6 @@ class ModuleCosts:
     """A model of the job: its layers with their costs, and the grids it may have.
 
     Attributes:
-        name: of the module.
         layers: in the order of the model.
         message: bytes of one sample between two of its layers, and of its output.
         tp: allowed sizes of tensor parallelism.
@@ -274,7 +270,6 @@ class Job:
     """A training job: its models, batch and hardware.
 
     Attributes:
-        modules: the models of the job.
         global_batch: samples of a step.
         device: one GPU.
         links: between GPUs.
@@ -297,11 +292,9 @@ class Job:
 
     def __attrs_post_init__(self) -> None:
         graph = self.graph
-        for source, destination in self.edges:
-            if self.module(destination).frozen and not self.module(source).frozen:
-                raise JobError(
-                    f"edges: {source!r} is trained and feeds the frozen {destination!r}: no gradient returns"
-                )
+        for source, fed in self.edges:
+            if self.module(fed).frozen and not self.module(source).frozen:
+                raise JobError(f"edges: {source!r} is trained and feeds the frozen {fed!r}: no gradient returns")
         if all(self.module(name).frozen for name in graph.sinks):
             raise JobError(f"modules: {graph.order[-1]!r}, the end of the graph, is frozen; a step must train it")
         for at, module in enumerate(self.modules):

@@ -110,20 +110,20 @@ def survivable_table(grids: Mapping[str, Grid], *, sharding: Sharding = "none", 
     The columns: replicas of the position; ranks that compute only together, and stop with a dead one; where the dead
     one's parameters and optimizer states are; whether the others go on.
     """
-    rows: list[tuple[str, int, int, tuple[str, ...]]] = []
+    cells: dict[tuple[str, int], tuple[str, ...]] = {}
     for name, grid in grids.items():
         positions = {grid.place(rank, "pp"): rank for rank in reversed(grid.ranks)}  # with the first rank of each
+        together = grid.size // (grid.length("pp") * grid.length("dp"))
         for position, rank in sorted(positions.items()):
             found = survivable({name: grid}, (rank,), sharding=sharding, buddy=buddy)
             sources = {piece.what: f"a {piece.source}" for piece in found.pieces}
-            together = grid.size // (grid.length("pp") * grid.length("dp"))
-            cells = str(grid.length("dp")), str(together), *(sources.get(what, "a checkpoint") for what in PIECES)
-            cells = *cells, "go on" if found.survives else "restart"
-            if rows and (rows[-1][0], rows[-1][3]) == (name, cells):
-                rows[-1] = (name, rows[-1][1], position, cells)
-            else:
-                rows.append((name, position, position, cells))
-    named = [(name, str(first) if first == last else f"{first} to {last}", *cells) for name, first, last, cells in rows]
+            from_where = [sources.get(what, "a checkpoint") for what in PIECES]
+            others = "go on" if found.survives else "restart"
+            cells[name, position] = (str(grid.length("dp")), str(together), *from_where, others)
+    named = []
+    for (name, row), run in groupby(cells, key=lambda place: (place[0], cells[place])):
+        places = [position for _, position in run]
+        named.append((name, str(places[0]) if len(places) == 1 else f"{places[0]} to {places[-1]}", *row))
     headings = ("module", "position", "replicas", "stop together", "parameters from", "optimizer from", "the others")
     return text_table(headings, named, right=(2, 3))
 

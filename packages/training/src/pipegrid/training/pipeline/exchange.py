@@ -18,6 +18,9 @@ from pipegrid.checkpoint.gathering import gather_plain
 from pipegrid.gradients.all_reduce import all_reduce
 from pipegrid.monitor.collectives import Waiting
 from pipegrid.schedules import PipelineConfig
+from pipegrid.stages.errors import CutError, few
+
+_SHOWN = 6
 
 
 def as_plain(value: Any, tensors: list[Tensor]) -> Any:
@@ -50,6 +53,12 @@ def of_plain(plain: Any, tensors: Iterator[Tensor]) -> Any:
 def first_with(told: Sequence[Iterable[str]]) -> dict[str, int]:
     """By name, the number of the first of the ranks that have told it."""
     return {name: number for number, names in reversed([*enumerate(told)]) for name in names}
+
+
+def not_of_one_process(what: str, lines: Sequence[str]) -> CutError:
+    """The error of a comparison, with the first of its lines."""
+    shown = "".join(f"\n  {line}" for line in few(lines, _SHOWN))
+    return CutError(f"{what}{shown}\nPipelineConfig(check=False) leaves the comparison out")
 
 
 @frozen(eq=False)

@@ -22,18 +22,15 @@ from pipegrid.gradients.dtensors import is_dtensor, mesh_ranks
 from pipegrid.stages import Stage
 from pipegrid.stages.comparison.chain import at_layers
 from pipegrid.stages.comparison.compare import Compared, compared, compared_gradients
-from pipegrid.stages.errors import CutError, few
-from pipegrid.stages.generators import capture_torch
+from pipegrid.stages.generators import States, capture_torch
 from pipegrid.topology import replica_of
-from pipegrid.training.pipeline.exchange import RankExchange, as_plain, first_with, of_plain
+from pipegrid.training.pipeline.exchange import RankExchange, as_plain, first_with, not_of_one_process, of_plain
 from pipegrid.training.pipeline.microbatches import Microbatch, Share, microbatch
 from pipegrid.training.pipeline.modules import JobSetup
 from pipegrid.training.pipeline.one_process import Draws, Given, OneProcess, Right, are_equal, cut_of
 
 LARGEST = 20_000_000
 """Parameters of a model whose first step is compared without being asked."""
-
-_SHOWN = 6
 
 
 @define(eq=False)
@@ -130,13 +127,14 @@ class FirstStep:
     def forward(self, name: str, stage: Any, forward: Callable[[Any, Any], Any] | None, part: Microbatch) -> Any:
         """Run the next microbatch of ``stage`` of a module, and keep what it is seeded by."""
         device, (layers, places), number = self.job.device, cut_of(stage), _number(stage)
-        seeded, draws = capture_torch(device), Draws(torch.initial_seed(), {})
-        self._draws.setdefault((name, number), []).append(draws)
+        seeded = capture_torch(device)
+        states: dict[str, States] = {}
+        self._draws.setdefault((name, number), []).append((torch.initial_seed(), states))
 
         def act(at: str) -> None:
             now = capture_torch(device)
             if places.get(at) == number and not are_equal(now, seeded):
-                draws.states[at] = now
+                states[at] = now
 
         with at_layers(getattr(stage, "whole", stage) if layers else stage, layers, act):
             return stage(**part.inputs) if forward is None else forward(stage, part.inputs)
@@ -158,12 +156,9 @@ class FirstStep:
         lines = [line for each in self.ranks.plain(self._differences(right)) for line in each]
         apart = abs(right.loss - loss.item()) > right.limit * max(abs(right.loss), right.limit)
         if lines or apart:
-            raise CutError(
-                f"the first step is not that of one process: loss {loss.item():.8g}, and {right.loss:.8g}; "
-                f"{len(lines)} gradients and buffers differ by more than {right.limit:.1g} of their norm"
-                + "".join(f"\n  {line}" for line in few(lines, _SHOWN))
-                + "\nPipelineConfig(check=False) leaves the comparison out"
-            )
+            what = f"the first step is not that of one process: loss {loss.item():.8g}, and {right.loss:.8g}"
+            more = f"gradients and buffers differ by more than {right.limit:.1g} of their norm"
+            raise not_of_one_process(f"{what}; {len(lines)} {more}", lines)
         return right.limit
 
     def _everything(self, *, attaches: bool) -> Given:
@@ -178,9 +173,7 @@ class FirstStep:
                 "shares": {name: share.index for name, share in self.job.shares.items()},
                 "batch": self._given,
                 "draws": [
-                    [*where, number, one.seed, one.states]
-                    for where, every in self._draws.items()
-                    for number, one in enumerate(every)
+                    [*where, number, *one] for where, every in self._draws.items() for number, one in enumerate(every)
                 ],
                 "attaches": attaches,
                 "values": {name: one for name, one in values.items() if holders[name] == self.ranks.rank},
@@ -198,7 +191,7 @@ class FirstStep:
             [*batches.values()],
             {name: cut for each in told for name, cut in each["cuts"].items()},
             {
-                (name, each["replica"], each["shares"][name], stage, number): Draws(seed, states)
+                (name, each["replica"], each["shares"][name], stage, number): (seed, states)
                 for each in told
                 for name, stage, number, seed, states in each["draws"]
             },

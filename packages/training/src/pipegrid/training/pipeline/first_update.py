@@ -21,13 +21,11 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from pipegrid.gradients.dtensors import is_dtensor
-from pipegrid.stages.errors import CutError, few
 from pipegrid.stages.generators import capture_torch, generators_as_before
-from pipegrid.training.pipeline.exchange import RankExchange, first_with
+from pipegrid.training.pipeline.exchange import RankExchange, first_with, not_of_one_process
 from pipegrid.training.pipeline.one_process import are_equal
 from pipegrid.transport.collectives.differences import listed
 
-_SHOWN = 6
 _SOON = 4  # steps
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
@@ -129,8 +127,7 @@ class FirstUpdate:
         }
         told = self.ranks.plain(own)
         self.close()
-        why = next((each["why"] for each in told if each["why"]), None)
-        if why:
+        if why := next((each["why"] for each in told if each["why"]), None):
             self.ranks.say_not_compared(why)
             return
         lines = _otherwise(told)
@@ -140,11 +137,7 @@ class FirstUpdate:
             own_lines = [self._difference(name, one, *right[name]) for name, one in self.named() if name in right]
             lines = [*dict.fromkeys(line for each in self.ranks.plain(own_lines) for line in each if line)]
         if lines:
-            raise CutError(
-                "the first update is not that of one process"
-                + "".join(f"\n  {line}" for line in few(lines, _SHOWN))
-                + "\nPipelineConfig(check=False) leaves the comparison out"
-            )
+            raise not_of_one_process("the first update is not that of one process", lines)
 
     def _scale(self) -> float | None:
         """The factor of all gradients between the step and the optimizers; None: they have not one."""

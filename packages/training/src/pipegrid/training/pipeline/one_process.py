@@ -31,12 +31,8 @@ from pipegrid.training.pipeline.parts import joined_outputs, largest_difference
 _TF32 = 2.0**-5  # the root of its epsilon
 
 
-@frozen(eq=False)
-class Draws:
-    """The seed of a forward of a stage, and the generators at its place in the whole model, if it had drawn before."""
-
-    seed: int
-    states: dict[str, States]
+Draws = tuple[int, dict[str, States]]
+"""The seed of a forward of a stage, and the generators at its place in the whole model, if it had drawn before."""
 
 
 @frozen(eq=False)
@@ -311,9 +307,8 @@ class _Replicas:
     def _turn(self, name: str, place: tuple[int, int]) -> None:
         """The buffers of a module are those of a replica from here on; all begin alike."""
         if self._now[name] != place:
-            held, before = self._held[name], self._now[name]
-            if before != (-1, 0):
-                held[before] = _buffers(self._wholes[name])
+            held = self._held[name]
+            held[self._now[name]] = _buffers(self._wholes[name])
             _set_buffers(self._wholes[name], held.get(place, held[-1, 0]))
             self._now[name] = place
 
@@ -329,10 +324,10 @@ class _Replicas:
             nonlocal states
             if at in places:
                 self.drew = self.drew or (at != "start" and not are_equal(capture_torch(device), states))
-                own = self._given.draws[name, replica, share, places[at], index]
-                torch.manual_seed(own.seed)
-                if at in own.states:
-                    restore(own.states[at], device)
+                seed, drawn = self._given.draws[name, replica, share, places[at], index]
+                torch.manual_seed(seed)
+                if at in drawn:
+                    restore(drawn[at], device)
                 states = capture_torch(device)
 
         with at_layers(self._wholes[name], layers, act):

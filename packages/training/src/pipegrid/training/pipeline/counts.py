@@ -118,11 +118,6 @@ class CallMeeting:
                 if self.sums[-1] > 0:
                     raise JobFailedError(f"another rank of the job has failed in {self.call}(); its error says why")
 
-    def met(self) -> Tensor:
-        """`sums`, waited for."""
-        self.wait()
-        return self.sums
-
     def look(self) -> None:
         """Raise as `wait`, in a call that has failed: the neighbours of a rank in another call see it end."""
         if has_streams(self.device):
@@ -159,19 +154,14 @@ is 1; and the `Weight`."""
 
 @define(eq=False)
 class StepCounts:
-    """The counts of all microbatches of a step, on all replicas."""
+    """The counts of all microbatches of a step, on all replicas: known, or added up in a meeting."""
 
-    _totals: Tensor | None = None  # by rule, float64; None where they are those of the meeting, or not asked for
     _meeting: CallMeeting | None = None
+    _totals: Tensor | None = None  # by rule, float64; None where they are those of the meeting, or not asked for
     _numbers: list[float] | None = None
     _device: torch.device | None = None
     of_means: dict[tuple[int, float, torch.dtype], OfMean] = field(factory=dict, init=False)
     """What `of_mean` has returned: most microbatches of a step count the same."""
-
-    @classmethod
-    def told(cls, meeting: CallMeeting) -> StepCounts:
-        """The counts that the ranks add up in a meeting."""
-        return cls(meeting=meeting)
 
     @classmethod
     def known(cls, counts: Sequence[float], number: int, device: torch.device) -> StepCounts:

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from pipegrid.schedules import WithLoss
 from pipegrid.schedules.errors import StageOutputError
 from pipegrid.schedules.runtime import describe
+from pipegrid.stages.generators import generators_as_before
 from pipegrid.stages.slicing.slice_batches import IGNORED
 from pipegrid.training.pipeline.counts import (
     ELEMENTS,
@@ -32,7 +33,7 @@ from pipegrid.training.pipeline.counts import (
     Weight,
 )
 from pipegrid.training.pipeline.microbatches import Microbatch
-from pipegrid.training.pipeline.parts import LossPart, asked, doubled, halves, on_host, padded_apart, zero_of
+from pipegrid.training.pipeline.parts import LossPart, doubled, halves, mapped, padded_apart, zero_of
 
 TOLD = 5
 """Sums of a step over its losses, float64: of each the loss times its weight, the weight and, if it is a sum, the
@@ -372,7 +373,7 @@ class GivenLoss:
     def _counting(self, output: Any, microbatch: Microbatch, counts: StepCounts) -> tuple[int, ...]:
         """The rules that the loss follows among those with one number in this microbatch, which may be chance."""
         parts = _apart(output, microbatch, counts)
-        with asked():
+        with torch.no_grad(), generators_as_before():  # no gradients, and random numbers leave no trace
             more = doubled(output, microbatch.inputs, microbatch.rows) if parts is None else parts[2]
             if more is None:
                 return ()
@@ -383,7 +384,7 @@ class GivenLoss:
         self, parts: Sequence[LossPart], rules: Sequence[int]
     ) -> tuple[list[float], dict[int, float], list[int]]:
         """The means of two parts and of both as one; by rule, what the first two make together; the rules that fit."""
-        with asked():
+        with torch.no_grad(), generators_as_before():  # no gradients, and random numbers leave no trace
             values = [float(self._of_part(part)) for part in parts]
         means = {}
         for rule in rules:
@@ -412,8 +413,8 @@ def _apart(output: Any, microbatch: Microbatch, counts: StepCounts) -> tuple[Los
     if not isinstance(inputs.get("labels"), Tensor):
         return None
     if counts.numbers()[LABELS] == counts.numbers()[ELEMENTS]:
-        output, inputs = on_host(output), on_host(inputs)
-    with asked():
+        output, inputs = mapped(output, Tensor.cpu), mapped(inputs, Tensor.cpu)
+    with torch.no_grad(), generators_as_before():  # no gradients, and random numbers leave no trace
         return padded_apart(output, inputs, microbatch.rows)
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,7 +11,6 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from pipegrid.stages.generators import generators_as_before
 from pipegrid.stages.slicing.slice_batches import IGNORED
 from pipegrid.stages.torch_compat import tree_map, tree_map_only
 from pipegrid.training.pipeline.microbatches import Microbatch, counts_of
@@ -39,8 +37,8 @@ def halves(output: Any, inputs: Mapping[str, Any], rows: int) -> tuple[LossPart,
         def cut(tensor: Tensor) -> Tensor:
             return tensor[start:stop] if tensor.dim() and len(tensor) == rows else tensor
 
-        some = _mapped(inputs, cut)
-        return LossPart(_wide(_mapped(output, cut)), some, counts_of(some, stop - start))
+        some = mapped(inputs, cut)
+        return LossPart(_wide(mapped(output, cut)), some, counts_of(some, stop - start))
 
     return part(0, rows // 2), part(rows // 2, rows), part(0, rows)
 
@@ -65,7 +63,7 @@ def padded_apart(output: Any, inputs: Mapping[str, Any], rows: int) -> tuple[Los
         elif most == _FEWER:
             some[rows // 2 :] = IGNORED
         given.append({**inputs, "labels": some} | ({"attention_mask": (some != IGNORED).to(mask)} if masked else {}))
-    outputs = [_mapped(_wide(output), partial(_shaken, by=by)) for by in (0.5, 2.0)]
+    outputs = [mapped(_wide(output), partial(_shaken, by=by)) for by in (0.5, 2.0)]
     one, other = (LossPart(out, some, counts_of(some, rows)) for out, some in zip(outputs, given, strict=True))
     joined = _twice(given[0], given[1], rows)
     return one, other, LossPart(_twice(outputs[0], outputs[1], rows), joined, counts_of(joined, 2 * rows))
@@ -100,7 +98,7 @@ def joined_outputs(outputs: Sequence[Any], microbatches: Sequence[Microbatch]) -
         else:
             return None
     following = iter(joined)
-    return _mapped(outputs[0], lambda _: next(following))
+    return mapped(outputs[0], lambda _: next(following))
 
 
 def largest_difference(one: Any, other: Any, rows: int) -> float | None:
@@ -112,13 +110,6 @@ def largest_difference(one: Any, other: Any, rows: int) -> float | None:
     return max((float((a - b).norm() / b.norm().clamp(min=1e-12)) for a, b in by_row), default=None)
 
 
-@contextmanager
-def asked() -> Iterator[None]:
-    """Inside, losses have no gradients, and random numbers leave no trace."""
-    with torch.no_grad(), generators_as_before():
-        yield
-
-
 def zero_of(output: Any) -> Tensor:
     """A loss of zero, with the gradients of zero of an output."""
     tensors = [each for each in _tensors(output) if each.is_floating_point()]
@@ -126,12 +117,7 @@ def zero_of(output: Any) -> Tensor:
     return (graph or tensors)[0].flatten()[:1].sum() * 0.0
 
 
-def on_host(value: Any) -> Any:
-    """The output of a stage, or the inputs of a microbatch, with tensors on the CPU."""
-    return _mapped(value, Tensor.cpu)
-
-
-def _mapped(value: Any, change: Callable[[Tensor], Any]) -> Any:
+def mapped(value: Any, change: Callable[[Tensor], Any]) -> Any:
     """``value`` with its tensors changed: in containers, and in attributes of an object such as a namespace."""
 
     def leaf(each: Any) -> Any:
@@ -148,7 +134,7 @@ def _mapped(value: Any, change: Callable[[Tensor], Any]) -> Any:
 
 def _tensors(value: Any) -> list[Tensor]:
     found: list[Tensor] = []
-    _mapped(value, found.append)
+    mapped(value, found.append)
     return found
 
 
@@ -159,7 +145,7 @@ def _has_rows(value: Any, rows: int) -> bool:
 def _wide(value: Any) -> Any:
     """The value with floating-point numbers of at least 32 bits, in which means can be compared."""
     narrow = (torch.float16, torch.bfloat16)
-    return _mapped(value, lambda tensor: tensor.detach().float() if tensor.dtype in narrow else tensor.detach())
+    return mapped(value, lambda tensor: tensor.detach().float() if tensor.dtype in narrow else tensor.detach())
 
 
 def _shaken(tensor: Tensor, by: float) -> Tensor:
@@ -174,4 +160,4 @@ def _twice(one: Any, other: Any, rows: int) -> Any:
         behind = next(others)
         return torch.cat([tensor, behind]) if tensor.dim() and len(tensor) == rows else tensor
 
-    return _mapped(one, joined)
+    return mapped(one, joined)

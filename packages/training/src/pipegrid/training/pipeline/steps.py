@@ -62,12 +62,10 @@ class Steps:
     communicator: Communicator
     places: Mapping[str, Sequence[int]]  # the pp rank of each stage, by module
     host: str  # what this rank shares with those near it
+    # Makes the communicator anew, with edges past stages by module; None behind the first call:
     connect: Callable[[Mapping[str, Sequence[Edge]]], Communicator] | None
-    """Makes the communicator anew, with edges past stages by module; None behind the first call."""
-    first: FirstStep | None = field(init=False)
-    """Compares the first step that trains with one process; None afterwards."""
-    is_one_batch: bool = field(init=False)
-    """Whether the losses of a step are all of one batch, in one replica; the same on all ranks."""
+    first: FirstStep | None = field(init=False)  # compares the first step that trains; None afterwards
+    is_one_batch: bool = field(init=False)  # whether the losses of a step are all of one batch; alike on all ranks
     loss: MicrobatchLoss = field(init=False)
     _comparing: FirstStep | None = field(default=None, init=False)
     _update: FirstUpdate | None = field(default=None, init=False)
@@ -77,8 +75,7 @@ class Steps:
     _last: LastStep = field(factory=LastStep, init=False)
     _step: Callable[..., list[Any]] = field(init=False)
     _streamed: bool = field(init=False)
-    _counts_now: StepCounts | None = field(default=None, init=False)
-    """Of the running step; None outside of one, and while tokens are generated."""
+    _counts_now: StepCounts | None = field(default=None, init=False)  # of the running step; generation has none
 
     def __attrs_post_init__(self) -> None:
         job = self.job
@@ -154,7 +151,7 @@ class Steps:
         if first is not None:
             meeting.wait()  # a rank that is in another call does not come to the comparison
             self._comparing = first if first.begin(parts, batch) else None
-        counts = StepCounts.told(meeting) if number is None else StepCounts.known(own, number, self.job.device)
+        counts = StepCounts(meeting) if number is None else StepCounts.known(own, number, self.job.device)
         sums = LossSums(partial(self._add_up, meeting, together, updated), not self._streamed)
         self._counts_now = counts
         try:
@@ -245,21 +242,24 @@ class Steps:
         told: Tensor | Sequence[float] = ()
         if infos and self._is_counted:
             told = losses.sum_of(infos) if self._streamed else losses.sum_on_host(infos)
+        apart: tuple[Tensor, Callable[[Waiting], object]] | None = None
         if together:
             meeting.start(told, ready=updated)
-            return meeting.met
-        what = f"the mean loss of {meeting.call}()"
-        waiting = Waiting(self.job.config.deadline, self.job.config.monitor, what, of_step=True)
-        if not isinstance(told, Tensor):
-            told = torch.tensor(told or [0.0] * TOLD, dtype=torch.float64, device=self.job.device)
-        sums, wait = told, reduce_few(told, self.job.config.job_group)
+        else:
+            if not isinstance(told, Tensor):
+                told = torch.tensor(told or [0.0] * TOLD, dtype=torch.float64, device=self.job.device)
+            apart = told, reduce_few(told, self.job.config.job_group)
 
-        def both() -> Tensor:
+        def found() -> Tensor:
             meeting.wait()
-            wait(waiting)
+            if apart is None:
+                return meeting.sums
+            sums, wait = apart
+            what = f"the mean loss of {meeting.call}()"
+            wait(Waiting(self.job.config.deadline, self.job.config.monitor, what, of_step=True))
             return sums
 
-        return both
+        return found
 
     def _mean(self, sums: Tensor, counts: StepCounts, meeting: CallMeeting) -> Tensor:
         """The mean loss of the job; the weights of its microbatches are compared with what was counted.

@@ -19,8 +19,7 @@ from pipegrid.planner.search import GivenJob, plan
 def by_nodes(value: Any, number: Callable[[Any], float]) -> tuple[tuple[int, float], ...]:
     """Rows in the order of nodes, of a mapping or of pairs; numbers of nodes may be texts, as they are in files.
 
-    Raises:
-        ValueError: no rows, a number of nodes twice or below 1, or a value that is no ``number``.
+    `ValueError`: no rows, a number of nodes twice or below 1, or a value that is no ``number``.
     """
     if isinstance(value, (str, bytes)):
         raise ValueError  # noqa: TRY004 -- a rule's one signal

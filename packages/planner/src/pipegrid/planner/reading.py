@@ -72,11 +72,7 @@ def parse_job(text: str, form: Form = "toml") -> Job:
 
 
 def parse_document(text: str, form: Form) -> dict[str, Any]:
-    """The object that a text describes.
-
-    Raises:
-        JobError: not TOML, or JSON, or no object; with line and column.
-    """
+    """The object that a text describes; `JobError`, with line and column, where it is none."""
     checked(text, _Text, "text", JobError)
     try:
         data = read_json(text) if form == "json" else _from_toml(text)

@@ -43,7 +43,6 @@ class Planned:
     """The best choices of a job, fastest first.
 
     Attributes:
-        job: that was planned.
         gpus: of the job, at most.
         memory: of a GPU, in bytes.
         choices: the best, fastest first.

@@ -97,13 +97,8 @@ def _named(text: str) -> Callable[[], Any]:
 def batch_for(model: nn.Module) -> dict[str, Any]:
     """Two samples: texts with padding on the right, images, or sounds, and labels where the model takes them.
 
-    Of a model of images and texts, two texts.
-
-    Args:
-        model: may be on the meta device.
-
-    Raises:
-        CutError: no model of Hugging Face, or inputs of another kind.
+    Of a model of images and texts, two texts. The model may be on the meta device; one that is not of Hugging Face, or
+    has inputs of another kind, is a `CutError`.
     """
     config, main = getattr(model, "config", None), getattr(model, "main_input_name", None)
     accepted = set(inspect.signature(model.forward).parameters)

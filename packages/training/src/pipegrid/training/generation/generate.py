@@ -110,12 +110,9 @@ def generate(
         alone = graph is None or len(graph.modules) == 1
         part = p2p_communicator if graph is None or alone else _ModulePart(communicator, name, graph)
         # The job's monitor waits for all its ranks, and those of other modules take no further steps:
-        configs = [
-            evolve(stage.config, monitor=None)
-            if isinstance(stage.config, PipelineConfig) and not alone
-            else stage.config
-            for stage in own
-        ]
+        configs = [stage.config for stage in own]
+        if not alone:
+            configs = [evolve(one, monitor=None) if isinstance(one, PipelineConfig) else one for one in configs]
         with _holding(own, "config", configs):
             for _ in range(max_new_tokens - 1):
                 if texts.ended:

@@ -104,9 +104,7 @@ class CallMeeting:
     def wait(self) -> None:
         """Wait for the others; the host reads what they do where it is on it.
 
-        Raises:
-            DisagreementError: as `require_one_call`.
-            JobFailedError: a rank has failed before it had anything to tell.
+        Raises `DisagreementError` as `require_one_call`, and `JobFailedError` where a rank had failed before it told.
         """
         if self._wait is not None:
             wait, self._wait = self._wait, None

@@ -115,8 +115,7 @@ class FirstUpdate:
     def compare(self) -> None:
         """Compare what optimizers have made of the parameters, before they step again; one of some rank has stepped.
 
-        Raises:
-            CutError: on every rank, where one process has other parameters.
+        Raises `CutError` on every rank where one process has other parameters.
         """
         unended = None if all(one.after for one in self.updated.values()) else "an optimizer's step has failed"
         own = {

@@ -73,10 +73,7 @@ def microbatches(
     """``batch`` cut by ``rows`` into ``count`` microbatches, or into those of ``size`` rows.
 
     ``count`` microbatches differ by one row at most; losses are divided by what they count, not by microbatches. A
-    sequence of dicts is a batch that is cut already.
-
-    Raises:
-        StepArgumentError: no rows, fewer than microbatches, entries without these rows, or rows that do not divide.
+    sequence of dicts is a batch that is cut already. Rows that are fewer, or do not divide, are a `StepArgumentError`.
     """
     if isinstance(batch, Mapping):
         return rows.split(batch, _count(rows.number(batch), count, size))

@@ -174,11 +174,7 @@ def modules_of(
 
 
 def ranks_of(modules: Mapping[str, PipelineModule], spare: Iterable[int]) -> tuple[int, ...]:
-    """The ranks of the job, ascending: all of the world but the spare ones.
-
-    Raises:
-        StepArgumentError: a rank that no grid has is not among the spare ones, or one of these has a module.
-    """
+    """The ranks of the job, ascending: all of the world but the ``spare`` ones, which must be those of no grid."""
     named = sorted({*checked(spare, tuple[Index, ...], "spare", StepArgumentError)})
     ranks = {rank for module in modules.values() for rank in module.grid.ranks}
     if (missing := sorted(set(range(dist.get_world_size())) - ranks)) != named:
@@ -211,10 +207,8 @@ class EndOfJob:
     def wait(self) -> None:
         """Return when every rank of the job has said so, however long it runs; a look at the store has a deadline.
 
-        A rank that has ended without a word never says so: the others, which fail then, are the first to close.
-
-        Raises:
-            JobFailedError: some ranks have not closed it a deadline after the first one.
+        A rank that has ended without a word never says so: the others, which fail then, are the first to close. A
+        deadline after the first one, ranks that have not closed it are a `JobFailedError`.
         """
         end = math.inf
         while (closed := bounded(self._store.add, "closed", 0, seconds=_STORE_SECONDS)) < len(self._ranks):

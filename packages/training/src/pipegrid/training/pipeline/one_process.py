@@ -100,8 +100,7 @@ class OneProcess:
     def step(self, given: Given) -> Right:
         """Run the step; nothing on the host, no generator and no ``.grad`` is changed by it.
 
-        Raises:
-            LookupError: what the ranks have, or do, one process has not, or does not.
+        Raises `LookupError` where the ranks have, or do, what one process has not, or does not.
         """
         state = HostState(*(module.model for module in self.job.modules.values()))
         try:

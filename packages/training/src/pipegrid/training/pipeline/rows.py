@@ -48,7 +48,7 @@ def _names(value: Any) -> tuple[str, ...]:
 
 @define(eq=False)
 class Rows:
-    """The way in which batches are cut."""
+    """The way in which batches are cut; a batch that cannot be cut so, or in two ways, is a `StepArgumentError`."""
 
     axes: Mapping[str, int] = field(factory=dict)  # of rows, by name; "images.sizes" is an entry of a dict inside
     whole: tuple[str, ...] = field(default=(), converter=_names)  # entries that are whole in each microbatch
@@ -62,11 +62,7 @@ class Rows:
             raise StepArgumentError(f"{both[0]!r} is in rows and in whole; an entry is cut, or it is not")
 
     def number(self, batch: Mapping[str, Any]) -> int:
-        """The rows of a batch, by what is known to have them, else by its tensors, else by its lists.
-
-        Raises:
-            StepArgumentError: none, or unequal numbers.
-        """
+        """The rows of a batch, by what is known to have them, else by its tensors, else by its lists."""
         lengths = self._lengths(batch)
         if not lengths or 0 in lengths.values() or len(set(lengths.values())) > 1:
             raise StepArgumentError(
@@ -80,11 +76,7 @@ class Rows:
         return next(iter(self._lengths(part).values()), 1)
 
     def split(self, batch: Mapping[str, Any], count: int) -> list[Mapping[str, Any]]:
-        """``count`` parts of a batch of at least as many rows; the first ones have a row more.
-
-        Raises:
-            StepArgumentError: an entry cannot be cut, or could be along two axes.
-        """
+        """``count`` parts of a batch of at least as many rows; the first ones have a row more."""
         if count == 1:
             return [batch]
         rows = self.number(batch)

@@ -43,8 +43,7 @@ class AttemptRecord:
 def read_attempts(directory: Path) -> list[AttemptRecord]:
     """The attempts so far, oldest first; without a line that a power failure has cut.
 
-    Raises:
-        OSError: the record cannot be read, or is a link or no regular file.
+    A record that cannot be read, or is a link or no regular file, is an `OSError`.
     """
     try:
         with os.fdopen(_opened(directory / FILE, os.O_RDONLY), "rb") as file:

@@ -28,10 +28,8 @@ class StopSignals:
     """Notes the first signal; ends the process at once at a second one after SIGINT.
 
     A launcher also sends SIGTERM to the ranks that are left when one has failed. A rank that is stuck there would never
-    come to a step boundary: where ``failure`` has a text after a signal, the process prints it and ends within seconds.
-
-    Args:
-        failure: the job's first failure, as far as it is known here; None while there is none.
+    come to a step boundary: where ``failure()``, the job's first one as far as it is known here, is a text after a
+    signal, the process prints it and ends within seconds.
     """
 
     def __init__(self, failure: Callable[[], str | None]) -> None:

@@ -131,14 +131,13 @@ def planned_throughput(
     table: dict[int, float] = {}
     for fewer in (0, *(1 << power for power in range(nodes.bit_length()))):
         up = nodes - fewer
+        gpus = up * job.links.gpus_per_node
         try:
-            step = (
-                plan(job, gpus=up * job.links.gpus_per_node, memory=memory, limit=limit).winner.step if up > 0 else 0.0
-            )
+            step = plan(job, gpus=gpus, memory=memory, limit=limit).winner.step if gpus else 0.0
         except NoFitError:
             if not table:
                 raise
-            step = 0.0
+            break
         if not step:
             break
         table[up] = job.global_batch / step

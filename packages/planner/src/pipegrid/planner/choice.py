@@ -107,13 +107,9 @@ class Candidate:
 
     def named_plan(self) -> Plan:
         """The schedule's plan of computes; `PlanError` where the schedule is not for this candidate."""
-        return schedule_for(
-            self.shape.placed.graph,
-            self.schedule,
-            self.num_microbatches,
-            placement=self.shape.placed.placement,
-            forward_only=[module.name for module in self.shape.job.modules if module.frozen],
-        )
+        placed, frozen = self.shape.placed, [module.name for module in self.shape.job.modules if module.frozen]
+        count = self.num_microbatches
+        return schedule_for(placed.graph, self.schedule, count, placement=placed.placement, forward_only=frozen)
 
     def least_seconds(self) -> float:
         """Lower bound of the seconds of a step, with backwards whole or split as in the schedule.
@@ -187,17 +183,9 @@ class Candidate:
         plan, costs = self.named_plan() if plan is None else plan, self.microbatch_costs()
         simulation, reserved = simulate(plan, costs), self.shape.job.device.reserved
         rows = zip(self.shape.static, simulation.peaks(), self.communicators(plan), strict=True)
-        return Choice(
-            self.shape,
-            self.schedule,
-            self.microbatch,
-            plan,
-            costs,
-            simulation.makespan,
-            max(simulation.busy),
-            simulation.bubble(),
-            tuple(Memory(*static, live, buffers, reserved) for static, live, buffers in rows),
-        )
+        memory = tuple(Memory(*static, live, buffers, reserved) for static, live, buffers in rows)
+        figures = simulation.makespan, max(simulation.busy), simulation.bubble(), memory
+        return Choice(self.shape, self.schedule, self.microbatch, plan, costs, *figures)
 
 
 @frozen(slots=False, eq=False)

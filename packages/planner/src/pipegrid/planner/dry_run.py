@@ -79,24 +79,18 @@ def dry_run(choice: GivenChoice) -> DryRun:
     if positions.placement != shape.placed.placement:
         raise JobError(f"the grids have positions {positions.placement}, the plan {shape.placed.placement}")
     lowered = lower(choice.plan, collectives=shape.collectives)
-    groups = [
-        ranks for grid in grids.values() for dim in grid.dim_names for ranks in grid.groups(dim) if len(ranks) > 1
-    ]
+    every = (ranks for grid in grids.values() for dim in grid.dim_names for ranks in grid.groups(dim))
+    groups = [ranks for ranks in every if len(ranks) > 1]
     boundaries = list(_boundaries(choice, lowered.traffic))
     between = [pair for pairs, _, _ in boundaries for pair in pairs]
     lanes = [*_lanes_of_modules(choice, lowered.traffic), *between]
     shared = [members for _, held, _ in boundaries for members in held]
     opened = Counter(rank for members in (*groups, *lanes, *shared) for rank in members)
     position_of = dict(sorted((rank, position) for position, ranks in enumerate(positions.ranks) for rank in ranks))
-    return DryRun(
-        len(groups),
-        len(lanes),
-        len(shared),
-        sum(messages for _, _, messages in boundaries),
-        tuple(opened[rank] for rank in position_of),
-        tuple(choice.memory[position].total for position in position_of.values()),
-        verify(lowered),
-    )
+    messages = sum(messages for _, _, messages in boundaries)
+    communicators = tuple(opened[rank] for rank in position_of)
+    memory = tuple(choice.memory[position].total for position in position_of.values())
+    return DryRun(len(groups), len(lanes), len(shared), messages, communicators, memory, verify(lowered))
 
 
 _Traffic: TypeAlias = Sequence[tuple[Edge, Direction]]

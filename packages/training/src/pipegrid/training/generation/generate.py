@@ -84,16 +84,9 @@ def generate(
     name, own = _stages_of(model, module, communicator)
     given = (num_microbatches, sampling, eos_token_id, pad_token_id, communicator.deadline)
     texts = Texts(own, name, pg_collection, *given) if own else None
-    step = partial(
-        get_forward_backward_func(schedule=schedule),
-        num_microbatches=num_microbatches,
-        forward_only=True,
-        collect_non_loss_data=True,
-    )
-    caches = [
-        [kv_cache_of(stage.whole, stage.assignment, stage.number, max_new_tokens) for _ in range(num_microbatches)]
-        for stage in own
-    ]
+    function, each = get_forward_backward_func(schedule=schedule), range(num_microbatches)
+    step = partial(function, num_microbatches=num_microbatches, forward_only=True, collect_non_loss_data=True)
+    caches = [[kv_cache_of(one.whole, one.assignment, one.number, max_new_tokens) for _ in each] for one in own]
     with _holding(own, "kv_caches", caches), evaluating(model):
         logits = step(
             forward_step_func=_choosing(forward_step_func, own),
@@ -119,7 +112,7 @@ def generate(
                     break
                 logits = step(
                     forward_step_func=_choosing(texts.forward_step, own),
-                    data_iterator=[iter(range(num_microbatches)) for _ in own],
+                    data_iterator=[iter(each) for _ in own],
                     model=own,
                     p2p_communicator=part,
                     batch=batch and f"a token after {batch}",
@@ -200,13 +193,9 @@ class _ModulePart(Communicator):
         whole, name = self._whole.job, self._module
         graph = ModuleGraph({name: self._graph.depth(name)})
         own = [stage - self._first for stage in whole.stages]
-        places = None if whole.placement is None else module_places(self._graph, whole.placement, name)
-        return JobTopology(
-            graph=graph,
-            stages=tuple(stage for stage in own if 0 <= stage < graph.num_stages),
-            placement=None if places is None else as_placement(places),
-            lanes=whole.lanes,
-        )
+        stages = tuple(stage for stage in own if 0 <= stage < graph.num_stages)
+        places = whole.placement and as_placement(module_places(self._graph, whole.placement, name))
+        return JobTopology(graph=graph, stages=stages, placement=places, lanes=whole.lanes)
 
     def _edge(self, edge: Edge) -> Edge:
         return Edge(edge.source + self._first, edge.destination + self._first)

@@ -61,14 +61,8 @@ class KVCache:
             self.flags = {name: value for name, value in given.items() if isinstance(value, (bool, int, float, str))}
         self.mask, self._passed = mask, length
         positions = (mask.long().cumsum(-1) - 1).clamp(min=0)[:, -length:]
-        return {
-            "position_ids": positions,
-            **self.flags,
-            **given,
-            "attention_mask": mask,
-            self.argument: self.cache,
-            "use_cache": True,
-        }
+        inputs = {"position_ids": positions, **self.flags, **given, "attention_mask": mask}
+        return inputs | {self.argument: self.cache, "use_cache": True}
 
 
 def kv_cache_of(whole: nn.Module, assignment: Assignment, stage: int, new: int) -> KVCache:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import attrs
@@ -59,11 +59,8 @@ class FirstStep:
         grids = {name: module.grid for name, module in job.modules.items()}
         sizes = [(dim, grid.dim_size(dim)) for grid in grids.values() for dim in grid.dim_names]
         others = dict.fromkeys(dim for dim, size in sizes if size > 1 and dim not in ("dp", "pp", "tp"))
-        own_axes = [
-            edge
-            for edge, one in job.edges.items()
-            if one.src_lanes or one.dest_lanes or one.src_placements or one.dest_placements
-        ]
+        axes = attrgetter("src_lanes", "dest_lanes", "src_placements", "dest_placements")
+        own_axes = [edge for edge, one in job.edges.items() if any(axes(one))]
         size = _parameters(job.stages, len(job.modules), ranks)
         if others or job.config.shard:
             why = f"the model is divided by {' and '.join([*others] or ['shard'])}"

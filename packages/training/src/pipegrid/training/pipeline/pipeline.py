@@ -129,11 +129,8 @@ class Pipeline:
         described = modules.modules_of(model, layout, grid, names, forward)
         if microbatch_size is not None and num_microbatches is not None:
             raise StepArgumentError("microbatch_size and num_microbatches cut a batch in two ways; give one of them")
-        self._cut: dict[str, Any] = {
-            "count": num_microbatches,
-            "size": microbatch_size,
-            "rows": Rows({} if rows is None else rows, whole),
-        }
+        cutting = Rows({} if rows is None else rows, whole)
+        self._cut: dict[str, Any] = {"count": num_microbatches, "size": microbatch_size, "rows": cutting}
         self._checkpoints: dict[Path, Checkpoints] = {}
         self._recording: Path | None = None
         self._closed = False
@@ -170,15 +167,9 @@ class Pipeline:
             config = attrs.evolve(config, shapes="learned")
         topology = {} if topology is None else topology
         options = modules.frozen_edges(described, topology, edges or {})
-        connect = partial(
-            MultiModulePipelineCommunicator,
-            self.grids,
-            {name: list(topology.get(name, ())) for name in described},
-            config,
-            edges=options,
-            stage_placement=places,
-            device=self.device,
-        )
+        fed = {name: list(topology.get(name, ())) for name in described}
+        how: dict[str, Any] = {"edges": options, "stage_placement": places, "device": self.device}
+        connect = partial(MultiModulePipelineCommunicator, self.grids, fed, config, **how)
         self.communicator = connect()
         graph = self.communicator.job.graph
         assert graph is not None  # a communicator of modules
@@ -199,7 +190,7 @@ class Pipeline:
             self.config,
             schedule,
             loss,
-            self._cut["rows"],
+            cutting,
             self.device,
             self.replica,
             self.replicas,
@@ -208,14 +199,10 @@ class Pipeline:
             # A method of this would keep lanes until a garbage collection.
             partial(_named, self.stages, behind=len(described) > 1),
         )
+        near = checked(host, str | None, "host", StepArgumentError) or socket.gethostname()
         is_cut = any(module.num_stages > 1 for module in described.values())
-        self._steps = Steps(
-            setup,
-            self.communicator,
-            places,
-            checked(host, str | None, "host", StepArgumentError) or socket.gethostname(),
-            partial(_reconnected, connect, weakref.ref(self)) if is_cut else None,
-        )
+        reconnect = partial(_reconnected, connect, weakref.ref(self)) if is_cut else None
+        self._steps = Steps(setup, self.communicator, places, near, reconnect)
 
     def step(self, batch: Batch, *, routes: Routes | None = None) -> Tensor:
         """Forwards and backwards of a batch: gradients are added, averaged over the tokens of all replicas.
@@ -331,15 +318,12 @@ class Pipeline:
 
     def state(self, optimizer: Any = (), data: Any = None) -> TrainingState:
         """The state of this rank for a checkpoint: stages, ``optimizer`` (or a list of them) and the data position."""
+        stages = {
+            name: held if isinstance(held[0], Stage) else dict(enumerate(held)) for name, held in self.stages.items()
+        }
+        optimizers = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
         return TrainingState(
-            stages={
-                name: stages if isinstance(stages[0], Stage) else dict(enumerate(stages))
-                for name, stages in self.stages.items()
-            },
-            optimizers=list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer],
-            data=data,
-            grids=self.grids,
-            generators=self.generators,
+            stages=stages, optimizers=optimizers, data=data, grids=self.grids, generators=self.generators
         )
 
     def save(

@@ -159,18 +159,14 @@ def to_json(planned: Planned, searched: Choice | None = None) -> str:
 
 
 def _as_data(choice: Choice) -> dict[str, Any]:
-    grids = choice.arrangement.grids
+    arrangement, modules = choice.arrangement, {}
+    for part in arrangement.parts:
+        first, layout = arrangement.grids[part.module].rank_offset, choice.layouts[part.module]
+        modules[part.module] = {**part.sizes, "first_rank": first, "layout": layout}
     return {
-        "modules": {
-            part.module: {
-                **part.sizes,
-                "first_rank": grids[part.module].rank_offset,
-                "layout": choice.layouts[part.module],
-            }
-            for part in choice.arrangement.parts
-        },
-        "gpus": choice.arrangement.gpus,
-        "colocated": choice.arrangement.colocated,
+        "modules": modules,
+        "gpus": arrangement.gpus,
+        "colocated": arrangement.colocated,
         "schedule": choice.schedule,
         "microbatch": choice.microbatch,
         "step": choice.step,

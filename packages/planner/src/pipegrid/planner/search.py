@@ -274,15 +274,12 @@ def refined(choice: GivenChoice, *, memory: Amount, ahead: Count | None = None, 
         >>> refined(winner, memory=80e9, effort=0.1).step <= winner.step
         True
     """
-    plan = choice.plan
+    plan, frozen = choice.plan, [module.name for module in choice.shape.job.modules if module.frozen]
     found = search(
         choice.costs,
         max(choice.simulation.peak(), min(memory - each.total + each.activations for each in choice.memory)),
-        num_positions=plan.num_positions,
-        num_microbatches=plan.num_microbatches,
-        graph=plan.graph,
-        placement=plan.placement,
-        forward_only=[module.name for module in choice.shape.job.modules if module.frozen],
+        **{name: getattr(plan, name) for name in ("num_positions", "num_microbatches", "graph", "placement")},
+        forward_only=frozen,
         ahead=ahead,
         effort=effort,
     )

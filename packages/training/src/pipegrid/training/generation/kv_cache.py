@@ -72,14 +72,12 @@ def kv_cache_of(whole: nn.Module, assignment: Assignment, stage: int, new: int) 
     another stage, which stays empty, is an own layer's of the same kind (full or sliding), where there is one. Else it
     counts tokens.
     """
-    config = getattr(whole, "config", None)
+    config, kind = getattr(whole, "config", None), type(whole).__name__
     if config is None or len(assignment.lists) != 1:
         has = "no config" if config is None else "an encoder and a decoder"
-        raise GenerationError(f"{type(whole).__name__} has {has}; generate() runs Hugging Face's decoders")
+        raise GenerationError(f"{kind} has {has}; generate() runs Hugging Face's decoders")
     if not getattr(whole, "can_generate", lambda: True)():
-        raise GenerationError(
-            f"{type(whole).__name__} has no next token (its can_generate() is False); cut a ...ForCausalLM"
-        )
+        raise GenerationError(f"{kind} has no next token (its can_generate() is False); cut a ...ForCausalLM")
     try:
         argument = cache_name(whole)
         if argument is not None:
@@ -88,12 +86,11 @@ def kv_cache_of(whole: nn.Module, assignment: Assignment, stage: int, new: int) 
         raise GenerationError(str(error)) from error
     if argument is None:
         raise GenerationError(
-            f"the forward of {type(whole).__name__} takes no past_key_values or cache; generate() keeps keys and "
-            "values alone"
+            f"the forward of {kind} takes no past_key_values or cache; generate() keeps keys and values alone"
         )
     if any(hasattr(module, "get_rope_index") for module in whole.modules()):
         raise GenerationError(
-            f"{type(whole).__name__} makes positions of several axes (get_rope_index), and generate() counts tokens; "
+            f"{kind} makes positions of several axes (get_rope_index), and generate() counts tokens; "
             "generate with the whole model, from exported weights"
         )
     if states := other_states(whole, assignment.layers, config):

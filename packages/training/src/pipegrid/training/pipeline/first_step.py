@@ -42,7 +42,6 @@ class FirstStep:
     process: OneProcess
     _modes: dict[str, bool] = field(init=False)
     _draws: dict[tuple[str, int], list[Draws]] = field(factory=dict, init=False)  # by module and stage, of microbatches
-    _compares: bool = field(default=False, init=False)
     _given: Any = field(default=None, init=False)  # the batch, where this rank reads it for the others
     _buffers: dict[str, Tensor] = field(factory=dict, init=False)  # before the step
     _gradients: dict[str, Tensor | None] = field(factory=dict, init=False)  # likewise
@@ -106,13 +105,13 @@ class FirstStep:
             plain = as_plain(given if 0 in map(_number, self.job.stages.get(reads, ())) else {}, tensors)
         except TypeError:
             foreign = "the batch holds objects other than tensors, arrays, numbers, texts, lists, tuples and dicts"
-        self._compares = self.ranks.may_compare(self._why_not or foreign) and self._is_whole()
-        if self._compares:
+        compares = self.ranks.may_compare(self._why_not or foreign) and self._is_whole()
+        if compares:
             self._draws = {}
             self._given = of_plain(plain, (tensor.clone() for tensor in tensors))
             self._buffers = {name: one.clone() for name, one in self._values(nn.Module.named_buffers).items()}
             self._gradients = {name: None if one.grad is None else one.grad.clone() for name, one in self.job.named()}
-        return self._compares
+        return compares
 
     def _is_whole(self) -> bool:
         """Whether tensor-parallel ranks have DTensors, which can be put together; a line says where not."""
@@ -142,8 +141,6 @@ class FirstStep:
         ``attaches``: layers of this rank attach losses. Returns the largest error that rounding explains, where it was
         compared; raises `CutError` on every rank where one process has other gradients, buffers or another loss.
         """
-        if not self._compares:
-            return None
         sliced = any(len(each) != count for each in self._draws.values())
         if not self.ranks.may_compare("microbatches are cut into slices" if sliced else None):
             return None

@@ -162,13 +162,9 @@ class FirstUpdate:
         arrived = {name: one for each in self.ranks.nested(own) for name, one in each.items()}
         found: dict[str, Any] = {}
         if rank == 0:
-            weights = {name: nn.Parameter(before.clone()) for name, (before, *_) in arrived.items()}
-            for name, (_, gradient, _) in arrived.items():
-                weights[name].grad = gradient
             options = {name: told[number]["updated"][name] for name, number in holders.items()}
             try:
-                self._update(weights, options, {name: dict(state) for name, (*_, state) in arrived.items()})
-                found = {"after": {name: one.detach() for name, one in weights.items()}}
+                found = {"after": self._update(options, arrived)}
             except Exception as error:  # noqa: BLE001 (told to all ranks: they wait for what is found)
                 found = {"why": f"{type(error).__name__}: {error}"}
         right = self.ranks.nested(found, after_first=True)[0]
@@ -177,14 +173,12 @@ class FirstUpdate:
             return None
         return {name: (arrived[name][0], after) for name, after in right["after"].items()}
 
-    def _update(
-        self,
-        weights: Mapping[str, nn.Parameter],
-        options: Mapping[str, tuple[str, Mapping[str, Any]]],
-        states: Mapping[str, dict[str, Any]],
-    ) -> None:
-        """One step of one optimizer of each class, with a group for each choice of options."""
-        state = capture_torch(self.ranks.device)
+    def _update(self, options: Mapping[str, Any], arrived: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Parameters after a step of one optimizer of each class, with a group for each choice of options."""
+        random, weights = capture_torch(self.ranks.device), {}
+        for name, (before, gradient, _) in arrived.items():
+            weights[name] = nn.Parameter(before.clone())
+            weights[name].grad = gradient
         for kind in dict.fromkeys(kind for kind, _ in options.values()):
             if kind not in self._optimizers:
                 raise LookupError(f"the first rank has no {kind}")
@@ -196,10 +190,12 @@ class FirstUpdate:
                     group["params"].append(weights[name])
             with generators_as_before():
                 optimizer = _fresh(self._optimizers[kind], [*groups.values()])
-                optimizer.state.update({weights[name]: states[name] for name in options if states[name]})
+                states = ((weights[name], dict(state)) for name, (*_, state) in arrived.items() if state)
+                optimizer.state.update(states)
                 optimizer.step()
-                if not are_equal(capture_torch(self.ranks.device), state):
+                if not are_equal(capture_torch(self.ranks.device), random):
                     raise ValueError(f"{kind} draws random numbers")
+        return {name: one.detach() for name, one in weights.items()}
 
     def _difference(self, name: str, own: nn.Parameter, before: Tensor, right: Tensor) -> str | None:
         """In words, how a parameter differs from that of one process; where no optimizer of this rank has it, now."""

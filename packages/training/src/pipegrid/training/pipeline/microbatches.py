@@ -219,10 +219,9 @@ def _count(rows: int, count: int | None, size: int | None) -> int:
 
 
 def _shared(part: Mapping[str, Any], share: Share, by: Rows) -> Mapping[str, Any]:
-    rows = by.number(part)
-    if rows % share.parts:
+    rows, parts = by.number(part), share.parts
+    if rows % parts:
         raise StepArgumentError(
-            f"a microbatch of {rows} rows does not divide among the {share.parts} replicas that read it; give a "
-            "multiple"
+            f"a microbatch of {rows} rows does not divide among the {parts} replicas that read it; give a multiple"
         )
-    return by.split(part, share.parts)[share.index]
+    return by.split(part, parts)[share.index]

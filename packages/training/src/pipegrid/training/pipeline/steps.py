@@ -132,7 +132,8 @@ class Steps:
         number = len(parts) if self.is_one_batch and routes is None else None
         call, update = "evaluate" if forward_only else "step", None if forward_only else self._update
         first = None if forward_only or routes is not None else self.first
-        own = sums_of(self._own(given["data_iterator"]))
+        read = given["data_iterator"]
+        own = sums_of([part for name in self._losing for part in copy.copy(read[name][0])])
         updated = update is not None and bool(update.updated)
         soon = update is not None and update.is_soon
         together = number is not None and (self.connect, first) == (None, None) and not soon  # the same on all ranks
@@ -142,7 +143,7 @@ class Steps:
         if together and self._losing:  # a last stage, which has to wait now; the others are ready before it is
             meeting.expect()
         if not together:
-            skips = self.connect is not None and self._find_skips(given["data_iterator"])
+            skips = self.connect is not None and self._find_skips(read)
             meeting.start(own if self._is_counted else (), ready=skips or updated)
             if self.connect is not None:
                 self._connect(meeting, given)
@@ -166,8 +167,9 @@ class Steps:
         self._gather = meeting.gather
         mean = self._mean(found[:TOLD], counts, meeting)
         if first is not None:
+            attaches = bool(attached_losses(self.job.stages))
+            limit = first.end(len(parts), mean, attaches=attaches) if self._comparing else None
             self.first = self._comparing = None
-            limit = first.end(len(parts), mean, attaches=bool(attached_losses(self.job.stages)))
             if limit is not None:
                 ranks = RankExchange("the first update", self.job.config, self.job.device)
                 self._update = FirstUpdate(self.job.named, ranks, limit)
@@ -222,15 +224,6 @@ class Steps:
         """Leave the script's optimizers alone."""
         if self._update is not None:
             self._update.close()
-
-    def _own(self, read: Mapping[str, Sequence[Any]]) -> list[Microbatch]:
-        """The microbatches whose loss this rank has."""
-        own: list[Microbatch] = []
-        for name in self._losing:
-            for stage, microbatches in zip(self.job.stages[name], read[name], strict=True):
-                if self._roles[stage][2]:
-                    own += copy.copy(microbatches)
-        return own
 
     def _add_up(
         self, meeting: CallMeeting, together: bool, updated: bool, infos: Sequence[Told]

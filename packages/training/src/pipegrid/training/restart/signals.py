@@ -59,18 +59,14 @@ class StopSignals:
                 if not data:
                     return
                 for number in data:
-                    self._note(number)
+                    if number in _SIGNALS:  # the descriptor hears of every signal that has a handler in Python
+                        if self.received is signal.SIGINT:
+                            os._exit(_INTERRUPTED)
+                        self.received = signal.Signals(number)
             failure = self._failure() if self.received else None
             if failure is not None:
                 self._leave(failure)
                 return
-
-    def _note(self, number: int) -> None:
-        if number not in _SIGNALS:  # the descriptor hears of every signal that has a handler in Python
-            return
-        if self.received is signal.SIGINT:
-            os._exit(_INTERRUPTED)
-        self.received = signal.Signals(number)
 
     def _leave(self, failure: str) -> None:
         """End a process that is stuck: one that is not closes the socket on its way out."""

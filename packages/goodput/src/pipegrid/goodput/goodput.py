@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, TypeAlias
+from typing import Annotated
 
 from attrs import field, frozen
 
@@ -109,14 +109,12 @@ class Goodput:
         return daly(self.scenario.checkpoint, self.scenario.failures.mtbf)
 
 
-GivenScenario: TypeAlias = Annotated[
-    Scenario, instance(Scenario, "a Scenario(throughput, failures, restart, checkpoint, ...)")
-]
-
-
 @checked_arguments(JobError)
 def goodput(
-    scenario: GivenScenario, *, policies: tuple[Policy, ...] = POLICIES, every: GivenPositive | None = None
+    scenario: Annotated[Scenario, instance(Scenario, "a Scenario(throughput, failures, restart, checkpoint, ...)")],
+    *,
+    policies: tuple[Policy, ...] = POLICIES,
+    every: GivenPositive | None = None,
 ) -> Goodput:
     """Simulate a job under failures with each policy.
 

@@ -105,15 +105,11 @@ class _JobSearch:
     limit: int
     plans: dict[tuple[PlacedGraph, str, int], tuple[Plan, tuple[int, ...]] | None] = field(factory=dict)
 
-    @property
-    def job(self) -> Job:
-        return self.model.job
-
     def run(self) -> Planned:
         serial = itertools.count()
         heap: list[tuple[float, int, Arrangement | Candidate]] = [
             (self.model.least_seconds(arrangement), next(serial), arrangement)
-            for arrangement in arrangements(self.job, self.gpus)
+            for arrangement in arrangements(self.model.job, self.gpus)
             if self.model.least_memory(arrangement) <= self.capacity
         ]
         heapq.heapify(heap)
@@ -138,12 +134,12 @@ class _JobSearch:
             raise self._no_fit()
         proof = verify(lower(best[0].plan, collectives=best[0].shape.collectives))
         bound = best[-1].step if complete else bound
-        return Planned(self.job, self.gpus, self.capacity, tuple(best), proof, simulated, complete, bound)
+        return Planned(self.model.job, self.gpus, self.capacity, tuple(best), proof, simulated, complete, bound)
 
     def candidates(self, arrangement: Arrangement) -> Iterator[Candidate]:
         """The candidates of an arrangement: microbatch sizes that all dp divide, and schedules that fit."""
-        replicas, batch = math.lcm(*(part.dp for part in arrangement.parts)), self.job.global_batch
-        sizes = self.job.training.microbatch or [replicas * size for size in range(1, MOST_SAMPLES + 1)]
+        replicas, batch = math.lcm(*(part.dp for part in arrangement.parts)), self.model.job.global_batch
+        sizes = self.model.job.training.microbatch or [replicas * size for size in range(1, MOST_SAMPLES + 1)]
         sizes = [
             size for size in sizes if size % replicas == 0 and batch % size == 0 and batch // size <= MOST_MICROBATCHES
         ]
@@ -155,13 +151,13 @@ class _JobSearch:
 
     def _schedules(self, main: GridPart) -> Iterator[tuple[str, tuple[int, ...]]]:
         """The schedules of the module with the loss, and the places of its stages."""
-        training = self.job.training
+        training = self.model.job.training
         allowed = set(training.schedules)
-        if main.pp == 1 or len(self.job.graph.sinks) > 1:
+        if main.pp == 1 or len(self.model.job.graph.sinks) > 1:
             yield "1f1b", tuple(range(main.pp))
             return
         for chunks in sorted({1, 2, *training.chunks}):
-            if main.pp * chunks > len(self.job.module(main.module).each):
+            if main.pp * chunks > len(self.model.job.module(main.module).each):
                 continue
             for name in fitting_schedules(chunks):
                 known = SCHEDULES[name].chunks
@@ -199,7 +195,7 @@ class _JobSearch:
 
     def _leaner(self, candidate: Candidate, live: tuple[int, ...], buffers: float) -> Candidate | None:
         """The candidate with the best layouts that keep to the memory, where each stage has a position of its own."""
-        shape, room = candidate.shape, self.capacity - self.job.device.reserved - buffers
+        shape, room = candidate.shape, self.capacity - self.model.job.device.reserved - buffers
         if shape.chunks > 1 or shape.arrangement.colocated or room <= 0:
             return None
         layouts, first = [], 0
@@ -215,7 +211,7 @@ class _JobSearch:
     def _leanest(self) -> Choice | None:
         """The candidate that needs the least memory; None where no schedule and microbatch size is for any grids."""
         least, leanest = math.inf, None
-        for arrangement in sorted(arrangements(self.job, self.gpus), key=self.model.least_memory):
+        for arrangement in sorted(arrangements(self.model.job, self.gpus), key=self.model.least_memory):
             if self.model.least_memory(arrangement) >= least:
                 break
             for candidate in self.candidates(arrangement):
@@ -228,7 +224,7 @@ class _JobSearch:
 
     def _no_fit(self) -> NoFitError:
         """The bound that fails, and the nearest value that fits."""
-        sizes = ([one.gpus for one in arrangements(self.job, self.gpus << power)] for power in range(13))
+        sizes = ([one.gpus for one in arrangements(self.model.job, self.gpus << power)] for power in range(13))
         smallest = min(next(filter(None, sizes), []), default=0)
         if not smallest:
             return NoFitError(
@@ -239,9 +235,9 @@ class _JobSearch:
         leanest = self._leanest()
         if leanest is None:
             return NoFitError(
-                f"global_batch: no microbatch size of {self.job.global_batch} samples suits a grid and a schedule on "
-                f"{self.gpus} GPUs with at most {MOST_MICROBATCHES} microbatches; allow smaller dp, other schedules or "
-                "other sizes"
+                f"global_batch: no microbatch size of {self.model.job.global_batch} samples suits a grid and schedule "
+                f"on {self.gpus} GPUs with at most {MOST_MICROBATCHES} microbatches; allow smaller dp, other schedules "
+                "or other sizes"
             )
         need = math.ceil(leanest.peak / 1e8) / 10
         full = max(leanest.memory, key=lambda memory: memory.total)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Mapping
 from itertools import combinations, groupby
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -100,7 +100,16 @@ def survivable(
             down[grid.place(rank, "pp")].add(grid.place(rank, "dp"))
         lost += [(name, position) for position, replicas in sorted(down.items()) if len(replicas) == grid.length("dp")]
         for rank in own:
-            pieces += _pieces(name, grid, rank, gone, sharding, buddy=buddy)
+            peers = grid.group_of(rank, "dp") if "dp" in grid.axes else ()
+            peer = next((one for one in peers if one not in gone), None)
+            copy = buddy_of(grid, rank) if buddy else None
+            for what in PIECES:
+                divided = sharding in {what, "parameters"}
+                holder = copy if divided else peer
+                if holder is None or holder in gone:
+                    pieces.append(Piece(rank, name, what, "checkpoint", None))
+                else:
+                    pieces.append(Piece(rank, name, what, "buddy" if divided else "peer", holder))
     return Survival(tuple(sorted(gone)), tuple(lost), () if lost else tuple(pieces))
 
 
@@ -135,21 +144,6 @@ def buddy_of(grid: Grid, rank: int) -> int | None:
         return None
     coords = grid.coords(rank)
     return grid.rank_at(coords | {"dp": (coords["dp"] + 1) % replicas})
-
-
-def _pieces(
-    name: str, grid: Grid, rank: int, gone: Collection[int], sharding: Sharding, *, buddy: bool
-) -> Iterator[Piece]:
-    peers = grid.group_of(rank, "dp") if "dp" in grid.axes else ()
-    peer = next((one for one in peers if one not in gone), None)
-    copy = buddy_of(grid, rank) if buddy else None
-    for what in PIECES:
-        divided = sharding in {what, "parameters"}
-        holder = copy if divided else peer
-        if holder is None or holder in gone:
-            yield Piece(rank, name, what, "checkpoint", None)
-        else:
-            yield Piece(rank, name, what, "buddy" if divided else "peer", holder)
 
 
 @frozen

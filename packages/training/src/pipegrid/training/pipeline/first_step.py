@@ -176,13 +176,16 @@ class FirstStep:
                 "modes": {name: mode for name, mode in self._modes_now().items() if self._modes.get(name) != mode},
             }
         )
-        readers = sorted((each for each in told if each["batch"]), key=itemgetter("replica"))
-        batches = {each["replica"]: self._microbatches(each["batch"]) for each in readers}
+        rows, batches = self.job.rows, {}
+        for replica, given in ((each["replica"], each["batch"]) for each in told if each["batch"]):
+            parts = given["parts"] if "parts" in given else rows.split(given["batch"], given["count"])
+            whole = given.get("batch", {})
+            batches[replica] = [microbatch(part, Share(), self.job.device, rows) for part in (*parts, whole)]
         return Given(
             {name: one for each in told for name, one in each["values"].items()},
             {name for each in told for name in each["trained"]},
             {name: mode for each in told for name, mode in each["modes"].items()},
-            [*batches.values()],
+            [batch for _, batch in sorted(batches.items(), key=itemgetter(0))],
             {name: cut for each in told for name, cut in each["cuts"].items()},
             {
                 (name, each["replica"], each["shares"][name], stage, number): (seed, states)
@@ -191,11 +194,6 @@ class FirstStep:
             },
             any(each["attaches"] for each in told),
         )
-
-    def _microbatches(self, given: Mapping[str, Any]) -> list[Microbatch]:
-        rows, device = self.job.rows, self.job.device
-        parts = given["parts"] if "parts" in given else rows.split(given["batch"], given["count"])
-        return [microbatch(part, Share(), device, rows) for part in (*parts, given.get("batch", {}))]
 
     def _modes_now(self) -> dict[str, bool]:
         return {name: module.training for name, module in self._values(nn.Module.named_modules).items()}

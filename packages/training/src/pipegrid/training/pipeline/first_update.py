@@ -106,10 +106,7 @@ class FirstUpdate:
 
     @property
     def is_soon(self) -> bool:
-        """Whether few steps have passed: the ranks then meet as a step begins, for the plainest error.
-
-        Afterwards, as where a script only measures steps, they do as it ends, in the all-reduce that it has anyhow.
-        """
+        """Whether few steps have passed: ranks then meet as a step begins, for the plainest error; later as it ends."""
         return self._steps <= _SOON
 
     def compare(self) -> None:
@@ -189,7 +186,11 @@ class FirstUpdate:
                     group = groups.setdefault(json.dumps(chosen, sort_keys=True), {"params": [], **plain})
                     group["params"].append(weights[name])
             with generators_as_before():
-                optimizer = _fresh(self._optimizers[kind], [*groups.values()])
+                # One of the same class and settings, without a state, hooks or a scheduler:
+                optimizer: Optimizer = object.__new__(type(self._optimizers[kind]))
+                vars(optimizer).update({key: one for key, one in vars(self._optimizers[kind]).items() if key != "step"})
+                vars(optimizer).update({key: OrderedDict() for key in _HOOKS}, state=defaultdict(dict))
+                optimizer.param_groups = [*groups.values()]
                 states = ((weights[name], dict(state)) for name, (*_, state) in arrived.items() if state)
                 optimizer.state.update(states)
                 optimizer.step()
@@ -270,11 +271,3 @@ def _is_plain(value: Any) -> bool:
     if isinstance(value, (list, tuple)):
         return all(map(_is_plain, value))
     return value is None or type(value) in (bool, int, float, str)
-
-
-def _fresh(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
-    """An optimizer of the same class and settings for other parameters, without a state, hooks or a scheduler."""
-    made: Optimizer = object.__new__(type(optimizer))
-    vars(made).update({name: value for name, value in vars(optimizer).items() if name != "step"})
-    vars(made).update({name: OrderedDict() for name in _HOOKS}, state=defaultdict(dict), param_groups=groups)
-    return made

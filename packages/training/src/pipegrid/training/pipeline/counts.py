@@ -112,7 +112,7 @@ class CallMeeting:
             if numbers is not None:
                 self.sums = torch.tensor(numbers, dtype=torch.float64)
             if not has_streams(self.device):
-                self.require_one_call()
+                require_one_call(self.call, self.sums.tolist())
                 if self.sums[-1] > 0:
                     raise JobFailedError(f"another rank of the job has failed in {self.call}(); its error says why")
 

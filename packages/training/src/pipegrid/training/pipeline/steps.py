@@ -133,7 +133,10 @@ class Steps:
         call, update = "evaluate" if forward_only else "step", None if forward_only else self._update
         first = None if forward_only or routes is not None else self.first
         read = given["data_iterator"]
-        own = sums_of([part for name in self._losing for part in copy.copy(read[name][0])])
+        losing: list[Microbatch] = []
+        for name in self._losing:
+            losing += copy.copy(read[name][0])
+        own = sums_of(losing)
         updated = update is not None and bool(update.updated)
         soon = update is not None and update.is_soon
         together = number is not None and (self.connect, first) == (None, None) and not soon  # the same on all ranks

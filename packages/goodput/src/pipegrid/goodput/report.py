@@ -13,7 +13,6 @@ from pipegrid.core.tables import table, text_table
 from pipegrid.goodput.durations import duration_text
 from pipegrid.goodput.goodput import Goodput, daly_goodput
 from pipegrid.goodput.simulate import CAUSES, Outcome
-from pipegrid.goodput.throughput import Throughput
 
 
 def goodput_table(found: Goodput, *, terminal: bool = False) -> str:
@@ -57,21 +56,19 @@ def _assumed(found: Goodput) -> str:
     each = [f"restart {text(restart)}", f"checkpoint {text(scenario.checkpoint)}"]
     each += [f"written after {text(scenario.write)} more"] if scenario.write else []
     policies = {outcome.policy for outcome in found.outcomes}
-    each += [f"new plan {text(scenario.replan)}{_rerouted(scenario.replanned)}"] if "re-plan" in policies else []
+    peers, replanned = "", scenario.replanned
+    if replanned is not None:
+        fewer = replanned.nodes - 1
+        peers = " (a dead node stops all replicas of a position: a restart)"
+        if replanned.least <= fewer:
+            peers = f" (by peers: a step takes {text(replanned.step(fewer))} with a node dead)"
+    each += [f"new plan {text(scenario.replan)}{peers}"] if "re-plan" in policies else []
     if "spare" in policies:
         each += [f"{scenario.spares} of the nodes spare, promoted in {text(scenario.promote)}"]
     return (
         f"{scenario.throughput.nodes} nodes, {text(failures.duration)}: {failures.count} failures{often}; "
         f"a step takes {text(scenario.step)}\n{', '.join(each)}\n"
     )
-
-
-def _rerouted(replanned: Throughput | None) -> str:
-    if replanned is None:
-        return ""
-    if replanned.least == replanned.nodes:
-        return " (a dead node stops all replicas of a position: a restart)"
-    return f" (by peers: a step takes {duration_text(replanned.step(replanned.nodes - 1))} with a node dead)"
 
 
 def _advice(found: Goodput) -> str:

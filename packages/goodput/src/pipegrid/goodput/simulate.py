@@ -286,7 +286,6 @@ class _SimulatedRun:
             self.due = self.since + self.stretch.next_edge(time - self.since)
 
     def survives(self) -> bool:
-        """Whether the nodes that are left go on without a checkpoint."""
         if self.policy == "re-plan":
             return bool(self.training) and self.up >= (self.scenario.replanned or self.throughput).least
         if self.policy == "spare":
@@ -294,7 +293,6 @@ class _SimulatedRun:
         return False
 
     def resume(self, time: float) -> None:
-        """Stop, and train after it; or wait for nodes."""
         short = self.intact and self.policy == "spare" and self.up < self.places
         if self.throughput.training(min(self.up, self.places)) and not short:
             self.stop(time)
@@ -314,7 +312,6 @@ class _SimulatedRun:
         return (then - now) * self.scenario.failures.mtbf > then * (stop + (saving or 0.0))
 
     def stop(self, time: float, *, joins: bool = False) -> None:
-        """Stop training to change its nodes."""
         seconds, self.drain = self.pause(joins=joins)
         self.due = time + seconds + (self.drain or 0.0)
         self.fill()

@@ -17,8 +17,7 @@ from pipegrid.planner.stages import Shape
 from pipegrid.plans import SCHEDULES, ActionKind, Costs, Plan, PlanError, Simulation, schedule_for, simulate
 from pipegrid.plans.verify import dataflow_of
 
-FEW = 16
-"""Microbatches of the chains that tell memory before a plan is made, at most."""
+FEW = 16  # microbatches of the chains that tell memory before a plan is made, at most
 
 
 @frozen

@@ -33,13 +33,10 @@ def _rate_of(value: Any) -> float:
 _BYTES = f'a number of bytes, or a text such as "80GB" ({", ".join(UNITS)})'
 Bytes: TypeAlias = Annotated[float, Rule(bytes_of, _BYTES)]
 GivenBytes: TypeAlias = Annotated[float | str, Rule(bytes_of, _BYTES)]
-Rate: TypeAlias = Annotated[float, Rule(_rate_of, f"{_BYTES}, above 0")]
-"""Bytes per second."""
+Rate: TypeAlias = Annotated[float, Rule(_rate_of, f"{_BYTES}, above 0")]  # bytes per second
 Sharding: TypeAlias = Literal["none", "optimizer"]
 Placing: TypeAlias = Literal["any", "apart", "colocated"]
-MOST_LAYERS = 10_000
-"""Layers of a module, at most."""
-
+MOST_LAYERS = 10_000  # layers of a module, at most
 DEFAULT_SCHEDULES = ("1f1b", "interleaved_1f1b", "zero_bubble_h1", "zero_bubble_v", "v_half")
 """The schedules of a search that names none."""
 

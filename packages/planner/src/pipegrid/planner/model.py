@@ -17,8 +17,7 @@ from pipegrid.layout import LayerMemory, LayoutInfeasibleError, PipelineParallel
 from pipegrid.planner.grids import Arrangement, GridPart
 from pipegrid.planner.job import Job, Layers, ModuleCosts, Network
 
-Times = tuple[float, float, float]
-"""Seconds of F, I and W."""
+Times = tuple[float, float, float]  # seconds of F, I and W
 
 
 @frozen

@@ -26,15 +26,9 @@ from pipegrid.plans import SCHEDULES, Plan, PlanError, fitting_schedules, lower,
 from pipegrid.plans.verify import Proof
 from pipegrid.search import search
 
-BEST = 10
-"""Choices in the result."""
-
-MOST_SAMPLES = 4
-"""Samples of a microbatch per replica, at most."""
-
-MOST_MICROBATCHES = 65_536
-"""Microbatches of a step, at most."""
-
+BEST = 10  # choices in the result
+MOST_SAMPLES = 4  # samples of a microbatch per replica, at most
+MOST_MICROBATCHES = 65_536  # microbatches of a step, at most
 _places = cache(stage_places)
 
 

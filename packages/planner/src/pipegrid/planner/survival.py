@@ -20,8 +20,7 @@ Sharding: TypeAlias = Literal["none", "optimizer", "parameters"]
 What: TypeAlias = Literal["parameters", "optimizer"]
 PIECES: tuple[What, ...] = get_args(What)
 
-MOST_PAIRS = 500_000
-"""Pairs that are examined one by one, at most."""
+MOST_PAIRS = 500_000  # pairs that are examined one by one, at most
 
 
 @frozen

@@ -29,8 +29,7 @@ from pipegrid.training.pipeline.microbatches import Microbatch, Share, microbatc
 from pipegrid.training.pipeline.modules import JobSetup
 from pipegrid.training.pipeline.one_process import Draws, Given, OneProcess, Right, are_equal, cut_of
 
-LARGEST = 20_000_000
-"""Parameters of a model whose first step is compared without being asked."""
+LARGEST = 20_000_000  # parameters of a model whose first step is compared without being asked
 
 
 @define(eq=False)

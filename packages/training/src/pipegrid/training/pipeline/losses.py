@@ -43,8 +43,7 @@ Told = Tensor | tuple[Tensor, Weight]
 Weighed = tuple[Tensor, Tensor, Told]
 """What a step function takes: the loss times its weight, the weight, and what it tells."""
 
-MicrobatchLoss = Callable[[Any, Microbatch, StepCounts], Weighed]
-"""The weighed loss of the output of a last stage."""
+MicrobatchLoss = Callable[[Any, Microbatch, StepCounts], Weighed]  # the weighed loss of the output of a last stage
 
 _ROUNDING, _CLOSE = 1e-9, 1e-5
 _SUM = "Give Pipeline(loss=f), f(output, microbatch) -> (sum, count)"

@@ -19,11 +19,8 @@ from attrs import define, field
 from pipegrid.core.errors import StepArgumentError
 from pipegrid.core.fields import Index, checked
 
-Axis = int | None
-"""Of the rows; None: an entry is whole in each microbatch."""
-INSIDE: Final = -1
-"""The first axis of every tensor inside of a list."""
-
+Axis = int | None  # of the rows; None: an entry is whole in each microbatch
+INSIDE: Final = -1  # the first axis of every tensor inside of a list
 _ROWS_FIRST: Final = ("input_ids", "inputs_embeds", "decoder_input_ids", "input_features", "input_values", "labels")
 _WHOLE: Final = ("cache_position", "head_mask", "decoder_head_mask", "cross_attn_head_mask", "num_items_in_batch")
 _MASKS: Final = ("attention_mask", "decoder_attention_mask", "encoder_attention_mask")

@@ -26,8 +26,7 @@ NO_PROGRESS: Final = 70
 FILE: Final = "attempts.jsonl"
 _WIDTH: Final = 160  # bytes of a line
 
-End = Literal["", "preempted", "finished"]
-"""How an attempt ended; empty: it runs, or it failed."""
+End = Literal["", "preempted", "finished"]  # how an attempt ended; empty: it runs, or it failed
 
 
 @frozen(kw_only=True, field_transformer=checked_fields(ValueError))

@@ -82,7 +82,7 @@ def parser() -> argparse.ArgumentParser:
     failing.add_argument("--every", metavar="TIME", help="between checkpoints; by default the best for each policy")
     failing.add_argument("--replan", default="10s", help="until the nodes left go on with the step (default 10s)")
     failing.add_argument(
-        "--reroute", action="store_true", help="re-plan on the grids of a job: peers take over the work of the dead"
+        "--reroute", action="store_true", help="re-plan on a job's grids: peers take over for the dead"
     )
     failing.add_argument("--promote", default="10s", help="until a spare has the place of a node (default 10s)")
     failing.add_argument("--spares", type=int, default=1, help="of the nodes (default 1)")

@@ -141,22 +141,16 @@ def parser() -> argparse.ArgumentParser:
     recorded = Parser(add_help=False)
     recorded.add_argument("recording", type=Path, help="JSON, as written by recording_to_json")
     recorded.add_argument("--input-share", type=float, default=0.5, help="part I of a backward that was recorded whole")
-    search = commands.add_parser(
-        "plan", parents=[planned, drawn], help="the best grids, layout, schedule and microbatch size of a job"
-    )
+    search = commands.add_parser("plan", parents=[planned, drawn], help="the best grids, layout and schedule of a job")
     search.add_argument("--limit", type=int, default=200, help="candidates that are simulated at most")
     search.add_argument("--explain", action="store_true", help="layouts, memory per position, why the others lost")
     search.add_argument("--json", action="store_true", help="the choices as JSON, in place of tables and texts")
     search.add_argument("--dry-run", action="store_true", help="count and check what all ranks of the choice open")
-    search.add_argument(
-        "--search", type=float, metavar="EFFORT", help="search its plan, encoders in its bubbles; 1: about 10 s"
-    )
+    search.add_argument("--search", type=float, metavar="EFFORT", help="search the choice's plan; 1: about 10 s")
     search.add_argument("--plan", type=Path, help="write that plan, or the choice's, with its communication")
     search.add_argument("--code", type=Path, help="write a training script with the choice's sizes, which runs")
     search.set_defaults(run=plan_file)
-    show = commands.add_parser(
-        "show", parents=[planned, drawn], help="draw the best choice of a job, all modules in one picture"
-    )
+    show = commands.add_parser("show", parents=[planned, drawn], help="draw the best choice of a job, in one picture")
     show.add_argument("--schedule", help="the best choice with this schedule, such as zero_bubble_v")
     show.set_defaults(run=show_file)
     other = commands.add_parser("what-if", parents=[recorded, drawn], help="a recorded run's step under another plan")

@@ -1,9 +1,8 @@
 """The first step of a job against one process: its loss, gradients and buffers, with the script's own loss and batch.
 
-The proof of a cut and `check_stages` compare stages with the model. What a job adds to them (how it cuts the batch,
-weighs losses, seeds forwards, keeps modes, names and ties) is in no stage; so the first rank of the job does the step
-again, as one process would, with the values that the ranks had, and each rank compares its gradients. Of several
-modules it runs the whole of each; of tensor-parallel ones the parts are put together.
+What a job adds to its stages (how it cuts the batch, weighs losses, seeds forwards, keeps modes, names and ties) is in
+none of them; so the first rank does the step again, as one process would, with the values that the ranks had, and each
+rank compares its gradients. Of several modules it runs the whole of each; tensor-parallel parts are put together.
 """
 
 from __future__ import annotations

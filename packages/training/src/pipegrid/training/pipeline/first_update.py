@@ -1,9 +1,8 @@
 """The first update of a job against one process: the script's own optimizer, with all parameters and their options.
 
-The first step has compared gradients. What happens to them afterwards is the script's: it clips, it chooses options by
-name, it has an optimizer on each rank. Where its optimizers step for the first time, each rank keeps what they are
-given, the state of a checkpoint with it; with the next step, the first rank makes the same update of all parameters
-with one optimizer of each class, and every rank compares its parameters.
+What happens to gradients behind the first step is the script's: it clips, it chooses options by name, it has an
+optimizer on each rank. Each rank keeps what its optimizers are given first, the state of a checkpoint with it; with the
+next step, the first rank makes the same update of all parameters with one optimizer of each class, to compare.
 """
 
 from __future__ import annotations
@@ -215,7 +214,10 @@ def _otherwise(told: Sequence[Mapping[str, Any]]) -> list[str]:
     for rank, each in enumerate(told):
         for name, one in each["updated"].items():
             if one != first[name]:
-                lines.append(f"{name}: {_apart(one, first[name])} on rank {rank} and on others")
+                (kind, options), (of, others) = one, first[name]
+                keys = [key for key in {**options, **others} if options.get(key) != others.get(key)]
+                apart = ", ".join(f"{key} {options.get(key)} and {others.get(key)}" for key in keys)
+                lines.append(f"{name}: {apart if kind == of else f'{kind} and {of}'} on rank {rank} and on others")
         for name in each["held"]:
             if name in first and name not in each["updated"]:
                 others = [number for number, one in enumerate(told) if name in one["updated"]]
@@ -231,15 +233,6 @@ def _otherwise(told: Sequence[Mapping[str, Any]]) -> list[str]:
             "rank? Pipeline.clip() clips to that of all"
         )
     return lines
-
-
-def _apart(one: Sequence[Any], other: Sequence[Any]) -> str:
-    """In words, how two copies of a parameter are updated otherwise."""
-    (kind, options), (of, others) = one, other
-    if kind != of:
-        return f"{kind} and {of}"
-    keys = [key for key in {**options, **others} if options.get(key) != others.get(key)]
-    return ", ".join(f"{key} {options.get(key)} and {others.get(key)}" for key in keys)
 
 
 def _why_not(optimizer: Optimizer, args: Any, kwargs: Any) -> str | None:

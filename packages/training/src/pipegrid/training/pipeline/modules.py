@@ -245,16 +245,6 @@ def _group_dims(grid: HyperCommGrid) -> list[tuple[str, ...]]:
     return [*alone, ("dp", "cp")] if {"dp", "cp"} <= set(grid.dim_names) else alone
 
 
-def frozen_edges(
-    modules: Mapping[str, PipelineModule],
-    topology: Mapping[str, Sequence[str]],
-    edges: Mapping[tuple[str, str], EdgeOptions],
-) -> dict[tuple[str, str], EdgeOptions]:
-    """``edges``, and no gradients to frozen modules."""
-    frozen = [(name, fed) for name, module in modules.items() if module.frozen for fed in topology.get(name, ())]
-    return {**{edge: EdgeOptions(backward=False) for edge in frozen}, **edges}
-
-
 def tied_parameters(
     modules: Mapping[str, PipelineModule],
     stages: Mapping[str, Sequence[Any]],

@@ -165,9 +165,9 @@ class Pipeline:
             return
         if config.variable_seq_lengths and config.shapes is None:
             config = attrs.evolve(config, shapes="learned")
-        topology = {} if topology is None else topology
-        options = modules.frozen_edges(described, topology, edges or {})
-        fed = {name: list(topology.get(name, ())) for name in described}
+        fed = {name: list((topology or {}).get(name, ())) for name in described}
+        frozen = [(name, other) for name, module in described.items() if module.frozen for other in fed[name]]
+        options = {**{edge: EdgeOptions(backward=False) for edge in frozen}, **(edges or {})}  # no gradients to these
         how: dict[str, Any] = {"edges": options, "stage_placement": places, "device": self.device}
         connect = partial(MultiModulePipelineCommunicator, self.grids, fed, config, **how)
         self.communicator = connect()
@@ -337,12 +337,8 @@ class Pipeline:
     ) -> None:
         """Save a checkpoint of ``step`` completed steps, as `Checkpoints.save`; the last three stay.
 
-        Args:
-            directory: of the run, shared by all ranks.
-            optimizer: one, or a list.
-            step: completed steps.
-            data: the data position, or other plain data; the same on every rank.
-            blocking: False writes in the background.
+        The ``directory`` is of the run, shared by all ranks; ``optimizer`` is one, or a list; ``data`` is the data
+        position, or other plain data, the same on every rank. Without ``blocking`` it is written in the background.
         """
         if self.is_spare:
             return
@@ -393,10 +389,7 @@ class Pipeline:
     def close(self) -> None:
         """Wait for checkpoints, close all lanes, end the monitor and the groups that this created. Idempotent.
 
-        On a spare rank wait until all others have.
-
-        Raises:
-            JobFailedError: on a spare rank, where some others have not closed it a deadline after the first one.
+        On a spare rank wait until all others have; a `JobFailedError` where some have not a deadline after the first.
         """
         if self._closed:
             return

@@ -94,13 +94,11 @@ class Steps:
                 "the routes of a Pipeline's step move microbatches to other replicas, whose rows these do not have, or "
                 "share calls; give such routes to a step function, with UnitBatches"
             )
-        forms = forms_of(parts)
+        job, forms = self.job, forms_of(parts)
         read: dict[str, list[Iterator[Microbatch]]] = {}
-        for name, stages in self.job.stages.items():
+        for name, stages in job.stages.items():
             counts = name in self._losing
-            own = shared_microbatches(
-                parts, forms, self.job.shares[name], self.job.device, self.job.rows, counts=counts
-            )
+            own = shared_microbatches(parts, forms, job.shares[name], job.device, job.rows, counts=counts)
             if routes is not None:  # those that pass through the module; how many, the step function compares
                 units = zip(routes.units_of(self.job.replica), own, strict=False)
                 own = [part for unit, part in units if not routes.skips_module(unit, name)]
@@ -140,9 +138,9 @@ class Steps:
         updated = update is not None and bool(update.updated)
         soon = update is not None and update.is_soon
         together = number is not None and (self.connect, first) == (None, None) and not soon  # the same on all ranks
-        what = f"the {'mean loss' if together else 'counts'} of {call}()"
-        waiting = Waiting(self.job.config.deadline, self.job.config.monitor, what, of_step=together)
-        meeting = CallMeeting(call, self.job.device, self.job.config.job_group, waiting, self._gather)
+        what, config = f"the {'mean loss' if together else 'counts'} of {call}()", self.job.config
+        waiting = Waiting(config.deadline, config.monitor, what, of_step=together)
+        meeting = CallMeeting(call, self.job.device, config.job_group, waiting, self._gather)
         if together and self._losing:  # a last stage, which has to wait now; the others are ready before it is
             meeting.expect()
         if not together:
@@ -278,9 +276,8 @@ class Steps:
 
     def _attaches(self) -> bool:
         """Whether a layer of the job has attached a loss; every rank asks."""
-        found = torch.tensor(
-            [float(bool(attached_losses(self.job.stages)))], dtype=torch.float64, device=self.job.device
-        )
+        own = float(bool(attached_losses(self.job.stages)))
+        found = torch.tensor([own], dtype=torch.float64, device=self.job.device)
         reduce_few(found, self.job.config.job_group)(Waiting(self.job.config.deadline, self.job.config.monitor))
         return bool(found > 0)
 

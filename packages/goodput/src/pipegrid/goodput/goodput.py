@@ -31,8 +31,9 @@ def daly(checkpoint: float, mtbf: float) -> float:
     """Seconds of training between checkpoints by Daly's higher-order formula (2006, equation 37).
 
     Examples:
-        >>> round(daly(checkpoint=30.0, mtbf=43200.0))
-        1590
+        >>> seconds = daly(checkpoint=30.0, mtbf=43200.0)
+        >>> round(seconds), round(daly_goodput(seconds, checkpoint=30.0, restart=600.0, mtbf=43200.0), 2)
+        (1590, 0.95)
     """
     if checkpoint >= 2 * mtbf:
         return mtbf
@@ -44,10 +45,6 @@ def daly_goodput(interval: float, *, checkpoint: float, restart: float, mtbf: fl
     """The goodput of restarts from a checkpoint after each ``interval`` seconds of training (Daly 2006, equation 20).
 
     For failures of a Poisson process, also during restarts and checkpoints, and nodes that are replaced at once.
-
-    Examples:
-        >>> round(daly_goodput(1590.0, checkpoint=30.0, restart=600.0, mtbf=43200.0), 2)
-        0.95
     """
     return interval / (mtbf * math.exp(restart / mtbf) * math.expm1((interval + checkpoint) / mtbf))
 

@@ -220,26 +220,22 @@ def simulate(scenario: Scenario, policy: Policy, every: int | None) -> Outcome:
 
 @define
 class _SimulatedRun:
-    """The state of a run: it trains (``stretch``; until ``due`` if a node joins then), stops until ``due``, or waits.
-
-    ``training`` and ``idle``: the nodes that are up. ``intact``: they hold the state of training, which else is in the
-    checkpoint of ``saved`` steps alone. ``drain``: seconds of a stop until a checkpoint of all steps can be loaded.
-    """
+    """The state of a run: it trains (``stretch``; until ``due`` if nodes join then), stops until ``due``, or waits."""
 
     scenario: Scenario
     policy: Policy
     every: int | None
     places: int = field(init=False)
     throughput: Throughput = field(init=False)
-    idle: set[int] = field(init=False)
+    idle: set[int] = field(init=False)  # up, and not in training
     training: set[int] = field(factory=set)
     done: float = 0.0
     saved: int = 0
     since: float = 0.0
     stretch: _Stretch | None = None
     due: float | None = None
-    intact: bool = True
-    drain: float | None = None
+    intact: bool = True  # nodes that are up have the state, which else is in the checkpoint of ``saved`` steps alone
+    drain: float | None = None  # seconds of a stop until a checkpoint of all steps can be loaded
     lost: dict[Cause, float] = field(factory=lambda: dict.fromkeys(CAUSES, 0.0))
 
     def __attrs_post_init__(self) -> None:

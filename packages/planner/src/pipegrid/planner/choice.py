@@ -126,10 +126,7 @@ class Candidate:
         return bound + self.shape.reduction
 
     def least_in_flight(self) -> tuple[int, ...]:
-        """Lower bound, per stage, of the microbatches that it holds at once, from the schedule on a short chain.
-
-        A frozen module frees each at the end of its forward.
-        """
+        """Lower bound, per stage, of microbatches held at once, from the schedule on a short chain; 1 if frozen."""
         shape, main, microbatches = self.shape, self.shape.parts[-1], self.num_microbatches
         if self.schedule == "1f1b":
             held = tuple(min(microbatches, distance + 1) for distance in shape.placed.graph.distance_to_sink)

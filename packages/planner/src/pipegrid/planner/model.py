@@ -22,16 +22,12 @@ Times = tuple[float, float, float]  # seconds of F, I and W
 
 @frozen
 class StageCosts:
-    """A stage of a module on its grid.
-
-    ``times`` and ``activations``: seconds, and bytes of a rank, for each sample of a microbatch. ``parameters``: their
-    number on a rank.
-    """
+    """A stage of a module on its grid; figures of a rank, those of a microbatch for each of its samples."""
 
     part: GridPart
     times: Times
-    activations: float
-    parameters: float
+    activations: float  # bytes
+    parameters: float  # their number
 
 
 def bandwidth(links: Network, ranks: Sequence[int]) -> float:
@@ -94,10 +90,7 @@ class CostModel:
     def _layout_within(
         self, part: GridPart, limit: float, peaks: tuple[int, ...]
     ) -> PipelineParallelLayerLayout | None:
-        """The best layout of a stage for each pp rank, of at most ``limit`` bytes with ``peaks`` samples of a rank.
-
-        None: no layout keeps the limit.
-        """
+        """The best layout, of at most ``limit`` bytes with ``peaks`` samples on a pp rank; None: there is none."""
         module, tp, cp = self.job.module(part.module), part.tp, part.cp
         fixed = sum(self.parameter_bytes(part))
         # The fullest stage has at least the mean of all, weighted by 1 / peak.

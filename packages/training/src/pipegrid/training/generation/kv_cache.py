@@ -18,18 +18,14 @@ from pipegrid.training.errors import GenerationError
 
 @define(eq=False)
 class KVCache:
-    """The KV cache of one microbatch on one stage, and what else the next pass needs of the ones before.
-
-    ``others``: the entries of kinds that no layer of the stage has, which count tokens alone: the model may make masks
-    by them for layers that read the keys of others.
-    """
+    """The KV cache of one microbatch on one stage, and what else the next pass needs of the ones before."""
 
     cache: Any  # Hugging Face's, with entries for all layers of the model; only those of the stage are filled
     argument: str  # of the model's forward, for `cache`
     own: dict[str, Any]  # the entries of the stage's own layers, by the name of the layer
     whole: nn.Module  # the model's tree on the stage
     new: int  # tokens that are generated at most
-    others: Sequence[Any]
+    others: Sequence[Any]  # of kinds that no layer here has: they count tokens alone, for masks that the model makes
     mask: Tensor | None = None  # [batch, length], 1 where a token counts; None before the first pass
     flags: dict[str, Any] = field(factory=dict)  # arguments of the first pass that are no tensors, for further ones
     _passed: int = field(default=0, init=False)  # tokens of the pass before

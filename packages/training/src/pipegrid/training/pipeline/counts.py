@@ -39,10 +39,7 @@ def beginning(call: str, counts: Sequence[float] = (), *, ready: bool = False, f
 
 
 def require_one_call(call: str, sums: Sequence[float]) -> None:
-    """Raise a `DisagreementError` where ranks have met that are in other calls than ``call``, on every one of them.
-
-    ``sums``: over the ranks of what `beginning` returns, or the end of that.
-    """
+    """Raise a `DisagreementError` where ``sums``, of `beginning` or its end, have marks of others than ``call``."""
     marks = dict(zip(CALLS, sums[-len(CALLS) - 2 : -2], strict=True))
     if sum(marks.values()) > marks[call]:
         others = [f"{each}()" for each, mark in marks.items() if mark and each != call]
@@ -61,11 +58,7 @@ def sums_of(microbatches: Sequence[Microbatch]) -> list[float]:
 
 @define(eq=False)
 class CallMeeting:
-    """The meeting of a job's ranks in a call: one sum over them, which is waited for when it matters.
-
-    ``sums``: over the ranks of what `beginning` returns, with what `start` was given in place of its counts, once they
-    have been waited for.
-    """
+    """The meeting of a job's ranks in a call: one sum over them, which is waited for when it matters."""
 
     call: str  # of `CALLS`
     device: torch.device
@@ -73,7 +66,7 @@ class CallMeeting:
     waiting: Waiting
     again: SmallAllGather | None = None  # the `gather` of an earlier meeting of the group, whose memory is used again
     gather: SmallAllGather | None = field(default=None, init=False)  # over gloo; elsewhere an all-reduce adds up
-    sums: Tensor = field(init=False)
+    sums: Tensor = field(init=False)  # of all rows (`beginning`), with what `start` was given; once waited for
     _wait: Callable[[], list[float] | None] | None = field(default=None, init=False)
     _started: bool = field(default=False, init=False)
 
@@ -102,10 +95,7 @@ class CallMeeting:
         self._wait = partial(all_reduce(self.sums, self.group), self.waiting)
 
     def wait(self) -> None:
-        """Wait for the others; the host reads what they do where it is on it.
-
-        Raises `DisagreementError` as `require_one_call`, and `JobFailedError` where a rank had failed before it told.
-        """
+        """Wait for the others; on the host raises as `require_one_call`, or `JobFailedError` where one had failed."""
         if self._wait is not None:
             wait, self._wait = self._wait, None
             numbers = wait()

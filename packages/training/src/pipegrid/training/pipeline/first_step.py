@@ -266,5 +266,4 @@ def _number(stage: Any) -> int:
 
 def _whole(tensor: Any) -> Tensor:
     """The tensor of which a DTensor is a part; all ranks of its mesh ask for it."""
-    whole: Tensor = tensor.detach().full_tensor() if is_dtensor(tensor) else tensor
-    return whole
+    return tensor.detach().full_tensor() if is_dtensor(tensor) else tensor  # type: ignore[no-any-return]

@@ -109,10 +109,7 @@ class FirstUpdate:
         return self._steps <= _SOON
 
     def compare(self) -> None:
-        """Compare what optimizers have made of the parameters, before they step again; one of some rank has stepped.
-
-        Raises `CutError` on every rank where one process has other parameters.
-        """
+        """Compare the update that some rank has made, before the next; a difference is a `CutError` on every rank."""
         unended = None if all(one.after for one in self.updated.values()) else "an optimizer's step has failed"
         own = {
             "why": self._why_not or unended,

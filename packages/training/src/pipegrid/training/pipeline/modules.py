@@ -251,10 +251,7 @@ def tied_parameters(
     places: Mapping[str, Sequence[int]],
     graph: ModuleGraph | None,
 ) -> tuple[TiedParameters, ...]:
-    """The parameters on several stages, of all modules of ``graph``; every rank of the job calls it.
-
-    By module, ``stages`` are those of this rank, and ``places`` the pp ranks of all of them.
-    """
+    """The parameters on several stages, of all modules of ``graph``; every rank calls it, with its own ``stages``."""
     tied: list[TiedParameters] = []
     grids = {name: module.grid for name, module in modules.items()}
     for name, module in modules.items():

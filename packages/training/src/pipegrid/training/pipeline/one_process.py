@@ -62,10 +62,7 @@ class Right:
 
 
 def cut_of(stage: Any) -> tuple[Sequence[str], dict[str, int]]:
-    """The layers of the model of ``stage``, and where in its forward each stage begins.
-
-    That is behind the layers before, and at its first one; a module that is not cut begins at the start.
-    """
+    """The layers of the model of ``stage``, and where each stage begins: behind the layers before, and at its first."""
     places = {"start": 0}
     if not isinstance(stage, Stage):
         return (), places
@@ -98,10 +95,7 @@ class OneProcess:
     shares: Mapping[str, int]
 
     def step(self, given: Given) -> Right:
-        """Run the step; nothing on the host, no generator and no ``.grad`` is changed by it.
-
-        Raises `LookupError` where the ranks have, or do, what one process has not, or does not.
-        """
+        """Run the step, and change nothing outside; `LookupError`: the ranks have, or do, what one process has not."""
         state = HostState(*(module.model for module in self.job.modules.values()))
         try:
             with generators_as_before(), _Alone():  # type: ignore[no-untyped-call]

@@ -78,10 +78,7 @@ def doubled(output: Any, inputs: Mapping[str, Any], rows: int) -> LossPart | Non
 
 
 def joined_outputs(outputs: Sequence[Any], microbatches: Sequence[Microbatch]) -> Any | None:
-    """The outputs of microbatches as the output of one; what has no rows, and is not the same in all, is NaN there.
-
-    None: they have not one form.
-    """
+    """The outputs of microbatches as one, None of several forms; what has no rows and is not alike is NaN there."""
     rows = [each.rows for each in microbatches]
     columns = [_tensors(output) for output in outputs]
     if len({len(each) for each in columns}) != 1:

@@ -250,10 +250,9 @@ class Pipeline:
         eos_token_id: int | Iterable[int] | None = None,
         pad_token_id: int = 0,
     ) -> Tensor | None:
-        """New tokens after the prompts of a batch, as `pipegrid.training.generate`.
+        """New tokens ``[rows, new]`` after the prompts of a batch, as `pipegrid.training.generate`.
 
-        Returns:
-            Tokens ``[rows, new]`` on the ranks of the module with the loss, padded to the longest; None elsewhere.
+        Padded to the longest, on the ranks of the module with the loss; None elsewhere.
         """
         if self.is_spare:
             return None
@@ -347,10 +346,9 @@ class Pipeline:
     def load(
         self, directory: str | os.PathLike[str], optimizer: Any = (), *, step: int | None = None, data: Any = None
     ) -> LoadedCheckpoint | None:
-        """Fill stages and optimizer from the newest good checkpoint, of any layout and grids.
+        """Fill stages and optimizer from the newest good checkpoint, of any layout and grids; what was loaded.
 
-        Returns:
-            What was loaded; None without a checkpoint, and on a spare rank.
+        None without a checkpoint, and on a spare rank.
         """
         if self.is_spare:
             return None

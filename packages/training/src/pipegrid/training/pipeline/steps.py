@@ -122,10 +122,7 @@ class Steps:
         forward_only: bool = False,
         batch: Any = None,
     ) -> Tensor:
-        """A step of microbatches; the mean loss over what the whole job counts, on every rank.
-
-        ``batch``: what the script gave, of which they are parts.
-        """
+        """A step of ``parts`` of the script's ``batch``; the mean loss over what the job counts, on every rank."""
         given = self.arguments(parts, routes)
         number = len(parts) if self.is_one_batch and routes is None else None
         call, update = "evaluate" if forward_only else "step", None if forward_only else self._update

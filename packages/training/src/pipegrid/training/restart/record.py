@@ -40,10 +40,7 @@ class AttemptRecord:
 
 
 def read_attempts(directory: Path) -> list[AttemptRecord]:
-    """The attempts so far, oldest first; without a line that a power failure has cut.
-
-    A record that cannot be read, or is a link or no regular file, is an `OSError`.
-    """
+    """The attempts so far, oldest first, without a line cut by a power failure; `OSError`: it is no regular file."""
     try:
         with os.fdopen(_opened(directory / FILE, os.O_RDONLY), "rb") as file:
             data = file.read()
@@ -59,10 +56,7 @@ def read_attempts(directory: Path) -> list[AttemptRecord]:
 
 
 def reason_to_stop(attempts: Sequence[AttemptRecord], now: AttemptRecord, *, limit: int) -> RestartError | None:
-    """Why ``now``, a restart after ``attempts``, must not run; None if it may.
-
-    The first attempt of a launch may always run: a person or a scheduler has decided so.
-    """
+    """Why ``now``, a restart after ``attempts``, must not run; None if it may, as the first of a launch always."""
     if now.restart == 0 or not attempts:
         return None
     last = attempts[-1]

@@ -14,7 +14,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from types import FrameType
 from typing import Any, Final
 
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
@@ -37,7 +36,8 @@ class StopSignals:
         self._failure = failure
         self._reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)
-        self._before: dict[signal.Signals, Any] = {s: signal.signal(s, _leave_to_thread) for s in _SIGNALS}
+        # Without a handler in Python, nothing would be written to the descriptor.
+        self._before: dict[signal.Signals, Any] = {s: signal.signal(s, lambda *_: None) for s in _SIGNALS}
         self._descriptor = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         self._thread = threading.Thread(target=self._read, name="pipegrid-signals", daemon=True)
         self._thread.start()
@@ -78,8 +78,3 @@ class StopSignals:
         text = f"stuck after {self.received.name} in a job that has failed: {failure}"
         print(text, file=sys.stderr, flush=True)  # noqa: T201 -- no caller is left to raise it to
         os._exit(1)
-
-
-def _leave_to_thread(number: int, frame: FrameType | None) -> None:
-    """Without a handler in Python, nothing would be written to the descriptor."""
-    del number, frame

@@ -83,7 +83,9 @@ class PipelineModule:
         return tuple(range(pp)) if chunks == 1 else stage_places(schedule, pp, chunks)
 
     def stages(self, name: str | None, places: Sequence[int], device: torch.device) -> list[Any]:
-        """This rank's stages, on ``device``; the rank is one of the grid."""
+        """This rank's stages, on ``device``; none on ranks outside of the grid."""
+        if not self.grid.is_current_rank_in_grid():
+            return []
         if self.layout is None:
             model = self.model if isinstance(self.model, nn.Module) else self.model()
             if getattr(model, "config", None) is not None:

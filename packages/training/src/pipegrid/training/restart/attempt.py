@@ -218,6 +218,7 @@ class Attempt:
     def _close(self, *, for_good: bool, failure: str = "") -> None:
         """End the attempt here; ``for_good`` on all ranks and with torchrun, which is not to start them again."""
         signals, self._signals = self._signals, None
+        signalled = signals is not None and signals.received is not None
         if signals is not None:
             signals.close(ignore=for_good)
         elif for_good:
@@ -228,7 +229,7 @@ class Attempt:
             # All ranks ignore torchrun's SIGTERM before one of them causes it.
             wait_for_all(self._group, waiting=Waiting(what="the end of the attempt"))
             # A signal was torchrun's own, most likely; a restart would find the record.
-            if signals is None or signals.received is None:
+            if not signalled:
                 stop_restarts()
         if self._neighbours is not None:
             self._neighbours.close(failure=failure)

@@ -31,11 +31,12 @@ NO_FIT = 1
 def run(arguments: argparse.Namespace) -> None:
     """Simulate a job under failures, and print what each policy makes of it."""
     throughput = read_as(arguments.job, partial(throughput_of, arguments=arguments))
+    duration, repair = arguments.duration, arguments.repair
     if arguments.failures:
-        failures = read_failures(arguments.failures, duration=arguments.duration)
+        failures = read_failures(arguments.failures, duration=duration)
     else:
-        how = {name: getattr(arguments, name) for name in ("mtbf", "repair", "duration", "seed")}
-        failures = random_failures(throughput.nodes, **how)
+        nodes, seed = throughput.nodes, arguments.seed
+        failures = random_failures(nodes, mtbf=arguments.mtbf, repair=repair, duration=duration, seed=seed)
     replanned = read_as(arguments.job, partial(replanned_of, arguments=arguments)) if arguments.reroute else None
     names = ("restart", "checkpoint", "write", "replan", "promote", "spares", "without_spares")
     scenario = Scenario(throughput, failures, replanned=replanned, **{name: getattr(arguments, name) for name in names})
@@ -82,7 +83,7 @@ def parser() -> argparse.ArgumentParser:
     failing.add_argument("--every", metavar="TIME", help="between checkpoints; by default the best for each policy")
     failing.add_argument("--replan", default="10s", help="until the nodes left go on with the step (default 10s)")
     failing.add_argument(
-        "--reroute", action="store_true", help="re-plan on a job's grids: peers take over for the dead"
+        "--reroute", action="store_true", help="re-plan on the grids of a job: peers take over the work of the dead"
     )
     failing.add_argument("--promote", default="10s", help="until a spare has the place of a node (default 10s)")
     failing.add_argument("--spares", type=int, default=1, help="of the nodes (default 1)")

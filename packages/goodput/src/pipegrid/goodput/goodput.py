@@ -31,9 +31,8 @@ def daly(checkpoint: float, mtbf: float) -> float:
     """Seconds of training between checkpoints by Daly's higher-order formula (2006, equation 37).
 
     Examples:
-        >>> seconds = daly(checkpoint=30.0, mtbf=43200.0)
-        >>> round(seconds), round(daly_goodput(seconds, checkpoint=30.0, restart=600.0, mtbf=43200.0), 2)
-        (1590, 0.95)
+        >>> round(daly(checkpoint=30.0, mtbf=43200.0))
+        1590
     """
     if checkpoint >= 2 * mtbf:
         return mtbf
@@ -45,6 +44,10 @@ def daly_goodput(interval: float, *, checkpoint: float, restart: float, mtbf: fl
     """The goodput of restarts from a checkpoint after each ``interval`` seconds of training (Daly 2006, equation 20).
 
     For failures of a Poisson process, also during restarts and checkpoints, and nodes that are replaced at once.
+
+    Examples:
+        >>> round(daly_goodput(1590.0, checkpoint=30.0, restart=600.0, mtbf=43200.0), 2)
+        0.95
     """
     return interval / (mtbf * math.exp(restart / mtbf) * math.expm1((interval + checkpoint) / mtbf))
 
@@ -139,11 +142,19 @@ def goodput(
                 f"spares is {scenario.spares}; without them no row of the throughput is left, which begins with "
                 f"{scenario.throughput.least} nodes"
             )
-        steps = None if every is None else max(1, round(float(every) / scenario.step))
-        outcomes.append(best_interval(scenario, policy) if steps is None else simulate(scenario, policy, steps))
+        if every is None:
+            outcomes.append(best_interval(scenario, policy))
+        else:
+            outcomes.append(simulate(scenario, policy, max(1, round(float(every) / scenario.step))))
     return Goodput(scenario, tuple(sorted(outcomes, key=lambda outcome: -outcome.goodput)))
 
 
 def possible(scenario: Scenario) -> tuple[Policy, ...]:
-    """The policies that have nodes to train on: not ``"spare"``, where the job trains on all nodes only."""
+    """The policies that have nodes to train on: not ``"spare"``, where the job trains on all nodes only.
+
+    Examples:
+        >>> failures = random_failures(8, mtbf="12h", duration="30d")
+        >>> possible(Scenario(Throughput({8: 10.0}, batch=64), failures, restart="10m", checkpoint="30s"))
+        ('restart', 're-plan')
+    """
     return tuple(policy for policy in POLICIES if scenario.throughput.rate(scenario.places(policy)))

@@ -24,8 +24,8 @@ def goodput_table(found: Goodput, *, terminal: bool = False) -> str:
         >>> throughput = Throughput({8: 10.0, 7: 8.0}, batch=64)
         >>> failures = random_failures(8, mtbf="12h", duration="30d")
         >>> found = goodput(Scenario(throughput, failures, restart="10m", checkpoint="30s"), every="1h")
-        >>> "restart" in goodput_table(found), goodput_json(found).count("re-plan")
-        (True, 1)
+        >>> "restart" in goodput_table(found)
+        True
     """
     rows = []
     for outcome in found.outcomes:
@@ -90,7 +90,16 @@ def _advice(found: Goodput) -> str:
 
 
 def goodput_json(found: Goodput) -> str:
-    """The outcomes, the best first, and the scenario; times in seconds."""
+    """The outcomes, the best first, and the scenario; times in seconds.
+
+    Examples:
+        >>> import json
+        >>> failures = random_failures(8, mtbf="12h", duration="30d")
+        >>> scenario = Scenario(Throughput({8: 10.0, 7: 8.0}, batch=64), failures, restart="10m", checkpoint="30s")
+        >>> text = goodput_json(goodput(scenario, policies=("restart",), every="1h"))
+        >>> json.loads(text)["failures"]
+        57
+    """
     scenario = found.scenario
     data = {
         "nodes": scenario.throughput.nodes,

@@ -211,7 +211,10 @@ def simulate(scenario: Scenario, policy: Policy, every: int | None) -> Outcome:
     run = _SimulatedRun(scenario, policy, every)
     for time, back, node in scenario.failures.events:
         run.until(time)
-        (run.returns if back else run.fails)(time, node)
+        if back:
+            run.returns(time, node)
+        else:
+            run.fails(time, node)
     end = scenario.failures.duration
     run.until(end)
     run.account(end)

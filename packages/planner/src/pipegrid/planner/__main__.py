@@ -54,10 +54,10 @@ def picture(choice: Choice) -> Timeline:
     return timeline(choice.simulation, unit="s", title=title)
 
 
-def draw(arguments: argparse.Namespace, *drawn: Timeline) -> None:
-    """Write the pictures that are asked for; the page has all of them, the picture the first."""
+def draw(drawn: Sequence[Timeline], arguments: argparse.Namespace) -> None:
+    """Write the pictures that are asked for."""
     if arguments.svg:
-        write_svg(drawn[:1], arguments.svg)
+        write_svg(drawn, arguments.svg)
     if arguments.html:
         write_html(drawn, arguments.html)
 
@@ -76,7 +76,7 @@ def show_file(arguments: argparse.Namespace) -> int:
         )
     choice = choice_of(choices, arguments.choice)
     drawn = picture(choice)
-    draw(arguments, drawn)
+    draw([drawn], arguments)
     for module, layout in choice.layouts.items():
         print(f"{module}: {layout}")
     print(terminal_timeline(drawn), end="")
@@ -98,7 +98,7 @@ def plan_file(arguments: argparse.Namespace) -> int:
             print(refinement(chosen, winner))
         if arguments.dry_run:
             print(dry_run(chosen))
-    draw(arguments, picture(winner))
+    draw([picture(winner)], arguments)
     if arguments.plan:
         arguments.plan.write_text(str(lower(winner.plan, collectives=winner.shape.collectives)), encoding="utf-8")
     if arguments.code:
@@ -109,18 +109,33 @@ def plan_file(arguments: argparse.Namespace) -> int:
 def what_if_file(arguments: argparse.Namespace) -> int:
     """Predict a step of another plan, and print it beside the recorded one."""
     recording = recording_from_json(arguments.recording.read_text(encoding="utf-8"))
-    names = ("schedule", "pp", "chunks", "microbatches", "input_share")
-    found = what_if(recording, **{name: getattr(arguments, name) for name in names})
+    found = what_if(
+        recording,
+        schedule=arguments.schedule,
+        pp=arguments.pp,
+        chunks=arguments.chunks,
+        microbatches=arguments.microbatches,
+        input_share=arguments.input_share,
+    )
     print(what_if_table(found), end="")
-    draw(arguments, timeline(found.other, unit="s"), *([timeline(recording)] if arguments.html else []))
+    if arguments.svg:
+        write_svg(timeline(found.other, unit="s"), arguments.svg)
+    if arguments.html:
+        write_html([timeline(found.other, unit="s"), timeline(recording)], arguments.html)
     return 0
 
 
 def layers_file(arguments: argparse.Namespace) -> int:
     """Print the layers of a job's module, as a recorded run had them."""
-    recording = recording_from_json(arguments.recording.read_text(encoding="utf-8"))
-    how = {name: getattr(arguments, name) for name in ("module", "samples", "free", "input_share")}
-    print(layers_toml(layer_costs(recording, arguments.layout, **how)), end="")
+    layers = layer_costs(
+        recording_from_json(arguments.recording.read_text(encoding="utf-8")),
+        arguments.layout,
+        module=arguments.module,
+        samples=arguments.samples,
+        free=arguments.free,
+        input_share=arguments.input_share,
+    )
+    print(layers_toml(layers), end="")
     return 0
 
 
@@ -132,32 +147,47 @@ def parser() -> argparse.ArgumentParser:
     planned.add_argument("job", type=Path, help="a file, JSON by its suffix, otherwise TOML")
     planned.add_argument("--gpus", type=int, required=True, help="at most this many")
     planned.add_argument("--memory", help="of a GPU, such as 80GB; by default the job's own")
-    planned.add_argument(
-        "--choice", type=int, default=1, metavar="N", help="which row of the table is meant (default 1)"
-    )
-    drawn = Parser(add_help=False)
-    drawn.add_argument("--svg", type=Path, help="write the timeline as a picture")
-    drawn.add_argument("--html", type=Path, help="write it as a page: zoom, hover, follow a microbatch")
     recorded = Parser(add_help=False)
     recorded.add_argument("recording", type=Path, help="JSON, as written by recording_to_json")
     recorded.add_argument("--input-share", type=float, default=0.5, help="part I of a backward that was recorded whole")
-    search = commands.add_parser("plan", parents=[planned, drawn], help="the best grids, layout and schedule of a job")
+    search = commands.add_parser(
+        "plan", parents=[planned], help="the best grids, layout, schedule and microbatch size of a job"
+    )
     search.add_argument("--limit", type=int, default=200, help="candidates that are simulated at most")
     search.add_argument("--explain", action="store_true", help="layouts, memory per position, why the others lost")
     search.add_argument("--json", action="store_true", help="the choices as JSON, in place of tables and texts")
     search.add_argument("--dry-run", action="store_true", help="count and check what all ranks of the choice open")
-    search.add_argument("--search", type=float, metavar="EFFORT", help="search the choice's plan; 1: about 10 s")
+    search.add_argument(
+        "--choice", type=int, default=1, metavar="N", help="which of the table the other options take (default 1)"
+    )
+    search.add_argument("--svg", type=Path, help="write the choice's timeline")
+    search.add_argument("--html", type=Path, help="write it as a page: zoom, hover, follow a microbatch")
+    search.add_argument(
+        "--search",
+        type=float,
+        metavar="EFFORT",
+        help="search the choice's plan, encoders in its bubbles; 1: about 10 s",
+    )
     search.add_argument("--plan", type=Path, help="write that plan, or the choice's, with its communication")
     search.add_argument("--code", type=Path, help="write a training script with the choice's sizes, which runs")
     search.set_defaults(run=plan_file)
-    show = commands.add_parser("show", parents=[planned, drawn], help="draw the best choice of a job, in one picture")
+    show = commands.add_parser(
+        "show", parents=[planned], help="draw the best choice of a job, all modules in one picture"
+    )
     show.add_argument("--schedule", help="the best choice with this schedule, such as zero_bubble_v")
+    show.add_argument("--choice", type=int, default=1, metavar="N", help="the N-th best of all (default 1)")
+    show.add_argument("--svg", type=Path, help="write a picture")
+    show.add_argument("--html", type=Path, help="write a page: zoom, hover, follow a microbatch")
     show.set_defaults(run=show_file)
-    other = commands.add_parser("what-if", parents=[recorded, drawn], help="a recorded run's step under another plan")
+    other = commands.add_parser(
+        "what-if", parents=[recorded], help="the step time of a recorded run under another plan"
+    )
     other.add_argument("--schedule", required=True, help="its name, such as zero_bubble_v")
     other.add_argument("--pp", type=int, help="positions; by default as recorded")
     other.add_argument("--chunks", type=int, help="stages per position; by default the schedule's own number")
     other.add_argument("--microbatches", type=int, help="of the same batch; by default as recorded")
+    other.add_argument("--svg", type=Path, help="write its timeline")
+    other.add_argument("--html", type=Path, help="write a page with its timeline and the recorded one")
     other.set_defaults(run=what_if_file)
     layers = commands.add_parser("layers", parents=[recorded], help="costs of a recorded run's layers, for a job file")
     layers.add_argument("--layout", required=True, help='of the recorded module, such as "Et*3|t*4|t*3L"')

@@ -6,7 +6,6 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from functools import cache
-from itertools import chain
 from typing import Annotated, TypeAlias
 
 from attrs import field, frozen
@@ -25,6 +24,8 @@ class Memory:
     """The memory of a rank of one position, in bytes.
 
     Attributes:
+        parameters: weights.
+        gradients: of the weights.
         optimizer: its states.
         activations: at the peak of the step.
         communicators: their buffers.
@@ -170,8 +171,11 @@ class Candidate:
         held = ({shape.stages[s].part for s in stages} for stages in shape.placed.held)
         found = [buffer * sum((part.tp > 1) + (part.cp > 1) + (part.dp > 1) for part in parts) for parts in held]
         for flow in dataflow_of(plan).crossing:
-            for position in chain.from_iterable(flow.routes) if flow.edge not in shape.collectives else ():
-                found[position] += buffer + 2 * shape.message(flow.edge) * self.microbatch
+            if flow.edge in shape.collectives:
+                continue
+            for route in flow.routes:
+                for position in route:
+                    found[position] += buffer + 2 * shape.message(flow.edge) * self.microbatch
         return found
 
     def cost(self, plan: Plan | None = None) -> Choice:
@@ -179,9 +183,17 @@ class Candidate:
         plan, costs = self.named_plan() if plan is None else plan, self.microbatch_costs()
         simulation, reserved = simulate(plan, costs), self.shape.job.device.reserved
         rows = zip(self.shape.static, simulation.peaks(), self.communicators(plan), strict=True)
-        memory = tuple(Memory(*static, live, buffers, reserved) for static, live, buffers in rows)
-        figures = simulation.makespan, max(simulation.busy), simulation.bubble(), memory
-        return Choice(self.shape, self.schedule, self.microbatch, plan, costs, *figures)
+        return Choice(
+            self.shape,
+            self.schedule,
+            self.microbatch,
+            plan,
+            costs,
+            simulation.makespan,
+            max(simulation.busy),
+            simulation.bubble(),
+            tuple(Memory(*static, live, buffers, reserved) for static, live, buffers in rows),
+        )
 
 
 @frozen(slots=False, eq=False)

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 
 class JobError(ValueError):
-    """A job that is malformed or contradicts itself; the text begins with the path in its file."""
+    """A job that is malformed or contradicts itself; the text begins with the path in its file.
+
+    Examples:
+        >>> Device(flops=400e12, memory="eighty")
+        Traceback (most recent call last):
+            ...
+        pipegrid.planner.errors.JobError: Device.memory is 'eighty'; it must be a number of bytes, or a text such as
+            "80GB" (B, kB, MB, GB, TB, KiB, MiB, GiB, TiB)
+    """
 
 
 class NoFitError(JobError):

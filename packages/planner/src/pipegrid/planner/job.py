@@ -82,6 +82,8 @@ class Layers:
     """Equal layers, with the costs of one layer for one sample.
 
     Attributes:
+        kind: the kind of layer.
+        count: number of layers.
         flops: of the forward.
         attention_flops: the part of them between activations, without weights; its backward is twice itself, all in
             ``I``.
@@ -119,6 +121,7 @@ class ModuleCosts:
     """A model of the job: its layers with their costs, and the grids it may have.
 
     Attributes:
+        name: of the module.
         layers: in the order of the model.
         message: bytes of one sample between two of its layers, and of its output.
         tp: allowed sizes of tensor parallelism.
@@ -267,6 +270,7 @@ class Job:
     """A training job: its models, batch and hardware.
 
     Attributes:
+        modules: the models of the job.
         global_batch: samples of a step.
         device: one GPU.
         links: between GPUs.

@@ -52,7 +52,7 @@ class CostModel:
     def __init__(self, job: Job) -> None:
         self.job = job
         self.layer_times = cache(self._layer_times)
-        self.total = cache(lambda *of: sum(map(sum, self.layer_times(*of))))  # forward and backward, for one sample
+        self.total = cache(self._total)
         self.layout = cache(self._layout)
         self.layout_within = cache(self._layout_within)
         self.stages = cache(self._stages)
@@ -82,6 +82,10 @@ class CostModel:
             seconds = layer.context / tp * (cp - 1) / cp / group_bandwidth(links, stride=tp, size=cp)
             forward, inputs = forward + seconds, inputs + 2 * seconds  # back: keys and values again, their gradients
         return (forward, 0.0, 0.0) if module.frozen else (forward, inputs, weights)
+
+    def _total(self, name: str, tp: int, cp: int) -> float:
+        """Seconds of all layers, forward and backward, for one sample."""
+        return sum(map(sum, self.layer_times(name, tp, cp)))
 
     def _layout(self, name: str, tp: int, cp: int, stages: int) -> PipelineParallelLayerLayout:
         costs = [sum(times) for times in self.layer_times(name, tp, cp)]

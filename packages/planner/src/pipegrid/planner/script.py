@@ -116,12 +116,15 @@ def training_script(choice: Choice) -> str:
         topology[source].append(destination)
     ends = (LayerType.embedding, LayerType.loss)
     layers = {module.name: sum(kind not in ends for kind in module.kinds) for module in shape.job.modules}
+    sizes = {part.module: part.sizes for part in shape.parts}
+    first_ranks = {name: grid.rank_offset for name, grid in choice.arrangement.grids.items()}
+    frozen = [module.name for module in shape.job.modules if module.frozen]
     constants = [
         f"SCHEDULE = {choice.schedule!r}",
-        f"GRIDS = { {part.module: part.sizes for part in shape.parts} }  # sizes, the fastest dim first",
-        f"FIRST_RANKS = { {name: grid.rank_offset for name, grid in choice.arrangement.grids.items()} }",
+        f"GRIDS = {sizes}  # sizes, the fastest dim first",
+        f"FIRST_RANKS = {first_ranks}",
         f"TOPOLOGY = {topology}  # the modules that each module feeds",
-        f"FROZEN = {[module.name for module in shape.job.modules if module.frozen]}  # modules that run no backward",
+        f"FROZEN = {frozen}  # modules that run no backward",
         f"LAYOUTS = {choice.layouts}  # the layers of each stage",
         f"LAYERS = {layers}  # of each module, without embedding and head",
     ]

@@ -37,6 +37,7 @@ class Planned:
     """The best choices of a job, fastest first.
 
     Attributes:
+        job: that was planned.
         gpus: of the job, at most.
         memory: of a GPU, in bytes.
         choices: the best, fastest first.
@@ -173,10 +174,15 @@ class _JobSearch:
     def _fitting(self, candidate: Candidate) -> Choice | None:
         """The choice, where the memory holds it; with one stage per position, also by a layout under the limit."""
         live = candidate.least_in_flight()
-        leaner = candidate if candidate.least_memory(live) <= self.capacity else self._leaner(candidate, live, 0.0)
-        if leaner is None or (found := self.planned(leaner)) is None:
+        if candidate.least_memory(live) > self.capacity:
+            leaner = self._leaner(candidate, live, 0.0)
+            if leaner is None:
+                return None
+            candidate = leaner
+        found = self.planned(candidate)
+        if found is None:
             return None
-        candidate, (made, live) = leaner, found
+        made, live = found
         if candidate.least_memory(live) <= self.capacity:
             choice = candidate.cost(made)
             if choice.peak <= self.capacity:
@@ -218,20 +224,14 @@ class _JobSearch:
 
     def _no_fit(self) -> NoFitError:
         """The bound that fails, and the nearest value that fits."""
-        sizes = ([one.gpus for one in arrangements(self.model.job, self.gpus << power)] for power in range(13))
-        smallest = min(next(filter(None, sizes), []), default=0)
-        if not smallest:
-            return NoFitError(
-                "modules: no grids at all: their tp, cp, dp, pp and placing allow none, or no dp divides global_batch"
-            )
-        if smallest > self.gpus:
-            return NoFitError(f"gpus is {self.gpus}; the smallest grids that the modules allow take {smallest}")
+        if not any(True for _ in arrangements(self.model.job, self.gpus)):
+            return self._too_few()
         leanest = self._leanest()
         if leanest is None:
             return NoFitError(
-                f"global_batch: no microbatch size of {self.model.job.global_batch} samples suits a grid and schedule "
-                f"on {self.gpus} GPUs with at most {MOST_MICROBATCHES} microbatches; allow smaller dp, other schedules "
-                "or other sizes"
+                f"global_batch: no microbatch size of {self.model.job.global_batch} samples suits a grid and a "
+                f"schedule on {self.gpus} GPUs with at most {MOST_MICROBATCHES} microbatches; allow smaller dp, other "
+                "schedules or other sizes"
             )
         need = math.ceil(leanest.peak / 1e8) / 10
         full = max(leanest.memory, key=lambda memory: memory.total)
@@ -241,6 +241,17 @@ class _JobSearch:
             f"optimizer {(full.parameters + full.gradients + full.optimizer) / 1e9:.3g}, activations "
             f"{full.activations / 1e9:.3g}): give {need:.6g} GB, or more GPUs",
             memory=leanest.peak,
+        )
+
+    def _too_few(self) -> NoFitError:
+        gpus = self.gpus
+        while gpus < self.gpus * 4096:
+            gpus *= 2
+            fitting = [arrangement.gpus for arrangement in arrangements(self.model.job, gpus)]
+            if fitting:
+                return NoFitError(f"gpus is {self.gpus}; the smallest grids that the modules allow take {min(fitting)}")
+        return NoFitError(
+            "modules: no grids at all: their tp, cp, dp, pp and placing allow none, or no dp divides global_batch"
         )
 
 
@@ -264,12 +275,15 @@ def refined(choice: GivenChoice, *, memory: Amount, ahead: Count | None = None, 
         >>> refined(winner, memory=80e9, effort=0.1).step <= winner.step
         True
     """
-    plan, frozen = choice.plan, [module.name for module in choice.shape.job.modules if module.frozen]
+    named = choice.plan
     found = search(
         choice.costs,
         max(choice.simulation.peak(), min(memory - each.total + each.activations for each in choice.memory)),
-        **{name: getattr(plan, name) for name in ("num_positions", "num_microbatches", "graph", "placement")},
-        forward_only=frozen,
+        num_positions=named.num_positions,
+        num_microbatches=named.num_microbatches,
+        graph=named.graph,
+        placement=named.placement,
+        forward_only=[module.name for module in choice.shape.job.modules if module.frozen],
         ahead=ahead,
         effort=effort,
     )

@@ -180,8 +180,8 @@ def count_survivable(
     options: dict[str, Any] = {"sharding": sharding, "buddy": buddy}
     units = [_failure_unit(grids, group) for group in groups if survivable(grids, group, **options).survives]
     near: dict[tuple[str, int], list[int]] = defaultdict(list)
-    for index, one in enumerate(units):
-        for where in one[1]:
+    for index, (_, stopped, _) in enumerate(units):
+        for where in stopped:
             near[where].append(index)
     close = sum(len(indices) * (len(indices) - 1) // 2 for indices in near.values())
     pairs = None

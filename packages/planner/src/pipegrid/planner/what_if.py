@@ -11,7 +11,7 @@ from attrs import evolve, field, frozen
 from pipegrid.core.fields import Count, checked_arguments
 from pipegrid.core.graph import ModuleGraph
 from pipegrid.planner.errors import JobError
-from pipegrid.plans import ActionKind, Plan, Simulation, lower, schedule_for, simulate, stage_places
+from pipegrid.plans import ActionKind, Costs, Plan, Simulation, lower, schedule_for, simulate, stage_places
 from pipegrid.timeline import Recording, recorded_costs
 
 
@@ -100,17 +100,22 @@ def what_if(
         costs = evolve(costs, latency=mean(hops), REDUCE=_most(costs.REDUCE), COLLECTIVE=_most(costs.COLLECTIVE))
         costs = costs.cut_into(computes.num_stages, slices=plan.num_positions)
     made = lower(computes, collectives={edge: group.name for group in plan.groups for edge in group.edges})
-    factor = plan.num_microbatches / count  # microbatches are so many times as large
-    scaled: dict[str, Any] = {
-        name: tuple(one * factor for one in value) if isinstance(value, tuple) else value * factor
-        for name in ("F", "I", "W", "B", "activation")
-        if (value := getattr(costs, name)) is not None
-    }
-    return WhatIf(recording, max(ends) - min(starts), reproduced, simulate(made, evolve(costs, **scaled)))
+    scaled = _scaled(costs, plan.num_microbatches / count)
+    return WhatIf(recording, max(ends) - min(starts), reproduced, simulate(made, scaled))
 
 
 def _most(cost: float | Sequence[float]) -> float:
     return max(cost) if isinstance(cost, Sequence) else cost
+
+
+def _scaled(costs: Costs, factor: float) -> Costs:
+    """The costs of microbatches that are ``factor`` times as large."""
+    scaled: dict[str, Any] = {}
+    for name in ("F", "I", "W", "B", "activation"):
+        value = getattr(costs, name)
+        if value is not None:
+            scaled[name] = tuple(one * factor for one in value) if isinstance(value, tuple) else value * factor
+    return evolve(costs, **scaled)
 
 
 def _other(plan: Plan, schedule: str, pp: int | None, chunks: int | None, count: int) -> Plan:

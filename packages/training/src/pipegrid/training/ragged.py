@@ -10,7 +10,6 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Sequence
-from operator import itemgetter
 
 from attrs import frozen
 
@@ -109,17 +108,10 @@ def _improved(held: list[list[int]], weights: Sequence[float], most: int) -> lis
     total = [_weight(part, weights) for part in held]
     for _ in range(_ROUNDS):
         top = max(range(len(held)), key=lambda number: (total[number], -number))
-        changes = (
-            (max(total[top] - shift, total[other] + shift), given, other, taken)
-            for other in range(len(held))
-            if total[other] < total[top]
-            for given in held[top]
-            for taken in (*held[other], *[None] * (len(held[top]) > 1 and len(held[other]) < most))
-            if (shift := weights[given] - (0.0 if taken is None else weights[taken])) > 0
-        )
-        heavier, given, other, taken = min(changes, key=itemgetter(0), default=(math.inf, 0, 0, None))
-        if heavier >= total[top]:
+        change = _best_change(top, held, total, weights, most)
+        if change is None:
             break
+        given, other, taken = change
         held[top].remove(given)
         held[other].append(given)
         if taken is not None:
@@ -127,3 +119,23 @@ def _improved(held: list[list[int]], weights: Sequence[float], most: int) -> lis
             held[top].append(taken)
         total[top], total[other] = _weight(held[top], weights), _weight(held[other], weights)
     return [tuple(sorted(part)) for part in held]
+
+
+def _best_change(
+    top: int, held: Sequence[Sequence[int]], total: Sequence[float], weights: Sequence[float], most: int
+) -> tuple[int, int, int | None] | None:
+    """The sample to give, the part to give it to, and its sample in return, that make the heavier of both lightest."""
+    best: tuple[float, int, int, int | None] | None = None
+    for other in range(len(held)):
+        if other == top or total[other] >= total[top]:
+            continue
+        for given in held[top]:
+            returned: list[int | None] = list(held[other])
+            if len(held[top]) > 1 and len(held[other]) < most:
+                returned.append(None)
+            for taken in returned:
+                shift = weights[given] - (0.0 if taken is None else weights[taken])
+                after = max(total[top] - shift, total[other] + shift)
+                if shift > 0 and after < total[top] and (best is None or after < best[0]):
+                    best = after, given, other, taken
+    return None if best is None else best[1:]

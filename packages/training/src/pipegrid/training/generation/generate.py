@@ -4,28 +4,24 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import torch
 from attrs import evolve
 from torch import Tensor
 
-from pipegrid.core.edge import Direction, Edge
 from pipegrid.core.fields import Count, Index, checked
 from pipegrid.core.graph import ModuleGraph
-from pipegrid.plans.plan import as_placement, module_places
 from pipegrid.schedules import PipelineConfig, get_forward_backward_func
 from pipegrid.schedules.megatron.call import flat
 from pipegrid.stages import Stage
 from pipegrid.training.errors import GenerationError
 from pipegrid.training.generation.kv_cache import kv_cache_of
+from pipegrid.training.generation.part import ModulePart
 from pipegrid.training.generation.sampling import Sampling
 from pipegrid.training.generation.texts import Texts
-from pipegrid.transport.base import Communicator, Port, as_communicator
-from pipegrid.transport.control.handshake import Handshake
-from pipegrid.transport.job import JobTopology
+from pipegrid.transport.base import Communicator, as_communicator
 
 
 @torch.no_grad()
@@ -84,8 +80,13 @@ def generate(
     name, own = _stages_of(model, module, communicator)
     given = (num_microbatches, sampling, eos_token_id, pad_token_id, communicator.deadline)
     texts = Texts(own, name, pg_collection, *given) if own else None
-    function, each = get_forward_backward_func(schedule=schedule), range(num_microbatches)
-    step = partial(function, num_microbatches=num_microbatches, forward_only=True, collect_non_loss_data=True)
+    step = partial(
+        get_forward_backward_func(schedule=schedule),
+        num_microbatches=num_microbatches,
+        forward_only=True,
+        collect_non_loss_data=True,
+    )
+    each = range(num_microbatches)
     caches = [[kv_cache_of(one.whole, one.assignment, one.number, max_new_tokens) for _ in each] for one in own]
     with _holding(own, "kv_caches", caches), evaluating(model):
         logits = step(
@@ -96,29 +97,39 @@ def generate(
             pg_collection=pg_collection,
             batch=batch,
         )
-        if texts is None:
-            return []
-        texts.append(logits)
-        graph = communicator.job.graph
-        alone = graph is None or len(graph.modules) == 1
-        part = p2p_communicator if graph is None or alone else _ModulePart(communicator, name, graph)
-        # The job's monitor waits for all its ranks, and those of other modules take no further steps:
-        configs = [stage.config for stage in own]
-        if not alone:
-            configs = [evolve(one, monitor=None) if isinstance(one, PipelineConfig) else one for one in configs]
-        with _holding(own, "config", configs):
-            for _ in range(max_new_tokens - 1):
-                if texts.ended:
-                    break
-                logits = step(
-                    forward_step_func=_choosing(texts.forward_step, own),
-                    data_iterator=[iter(each) for _ in own],
-                    model=own,
-                    p2p_communicator=part,
-                    batch=batch and f"a token after {batch}",
-                )
-                texts.append(logits)
-    return texts.tokens
+        if texts is not None:
+            step = partial(step, batch=batch and f"a token after {batch}")
+            _go_on(texts, logits, step, max_new_tokens - 1, p2p_communicator, name, communicator.job.graph)
+    return [] if texts is None else texts.tokens
+
+
+def _go_on(
+    texts: Texts,
+    logits: Sequence[Tensor],
+    step: Callable[..., Any],
+    passes: int,
+    communicator: Any,
+    name: str,
+    graph: ModuleGraph | None,
+) -> None:
+    """Run a pass over module ``name`` per token, from the ``logits`` of the first on, until all rows have ended."""
+    texts.append(logits)
+    alone = graph is None or len(graph.modules) == 1
+    part = communicator if graph is None or alone else ModulePart(as_communicator(communicator), name, graph)
+    configs = [stage.config for stage in texts.stages]
+    if not alone:  # the job's monitor waits for all its ranks, and those of other modules take no further steps
+        configs = [evolve(one, monitor=None) if isinstance(one, PipelineConfig) else one for one in configs]
+    with _holding(texts.stages, "config", configs):
+        for _ in range(passes):
+            if texts.ended:
+                break
+            logits = step(
+                forward_step_func=_choosing(texts.forward_step, texts.stages),
+                data_iterator=[iter(range(texts.microbatches)) for _ in texts.stages],
+                model=list(texts.stages),
+                p2p_communicator=part,
+            )
+            texts.append(logits)
 
 
 def _stages_of(model: Any, module: str | None, communicator: Communicator) -> tuple[str, list[Stage]]:
@@ -177,44 +188,3 @@ def _choosing(forward_step_func: Callable[..., Any], own: Sequence[Stage]) -> Ca
         return output, lambda result, **_: result.logits[:, -1].float()
 
     return forward_step
-
-
-class _ModulePart(Communicator):
-    """The lanes of ``whole`` inside ``module``: its stages are numbered from 0, as in a job of it alone."""
-
-    def __init__(self, whole: Communicator, module: str, graph: ModuleGraph) -> None:
-        self._whole, self._module, self._graph = whole, module, graph
-        self.device, self.rank, self.deadline = whole.device, whole.rank, whole.deadline
-        self._first = graph.stage(module, 0)
-
-    @cached_property
-    def job(self) -> JobTopology:
-        """This rank's stages of the module, and the positions of all of them."""
-        whole, name = self._whole.job, self._module
-        graph = ModuleGraph({name: self._graph.depth(name)})
-        own = [stage - self._first for stage in whole.stages]
-        stages = tuple(stage for stage in own if 0 <= stage < graph.num_stages)
-        places = whole.placement and as_placement(module_places(self._graph, whole.placement, name))
-        return JobTopology(graph=graph, stages=stages, placement=places, lanes=whole.lanes)
-
-    def _edge(self, edge: Edge) -> Edge:
-        return Edge(edge.source + self._first, edge.destination + self._first)
-
-    def port(self, edge: Edge, direction: Direction) -> Port:
-        return self._whole.port(self._edge(edge), direction)
-
-    def batch(self) -> AbstractContextManager[None]:
-        return self._whole.batch()
-
-    @property
-    def batches(self) -> bool:
-        return self._whole.batches
-
-    def in_order(self) -> AbstractContextManager[None]:
-        return self._whole.in_order()
-
-    def neighbours(self, edges: Iterable[Edge]) -> Sequence[Handshake] | None:
-        return self._whole.neighbours(map(self._edge, edges))
-
-    def abort(self, reason: str) -> None:
-        self._whole.abort(reason)

@@ -72,7 +72,8 @@ def kv_cache_of(whole: nn.Module, assignment: Assignment, stage: int, new: int) 
     if config is None or len(assignment.lists) != 1:
         has = "no config" if config is None else "an encoder and a decoder"
         raise GenerationError(f"{kind} has {has}; generate() runs Hugging Face's decoders")
-    if not getattr(whole, "can_generate", lambda: True)():
+    can_generate = getattr(whole, "can_generate", None)
+    if can_generate is not None and not can_generate():
         raise GenerationError(f"{kind} has no next token (its can_generate() is False); cut a ...ForCausalLM")
     try:
         argument = cache_name(whole)
@@ -89,7 +90,8 @@ def kv_cache_of(whole: nn.Module, assignment: Assignment, stage: int, new: int) 
             f"{kind} makes positions of several axes (get_rope_index), and generate() counts tokens; "
             "generate with the whole model, from exported weights"
         )
-    if states := other_states(whole, assignment.layers, config):
+    states = other_states(whole, assignment.layers, config)
+    if states:
         raise GenerationError(
             f"{', '.join(states)} keeps another state than keys and values; generate() keeps those alone"
         )

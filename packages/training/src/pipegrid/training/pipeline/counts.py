@@ -106,6 +106,11 @@ class CallMeeting:
                 if self.sums[-1] > 0:
                     raise JobFailedError(f"another rank of the job has failed in {self.call}(); its error says why")
 
+    def met(self) -> Tensor:
+        """`sums`, waited for."""
+        self.wait()
+        return self.sums
+
     def look(self) -> None:
         """Raise as `wait`, in a call that has failed: the neighbours of a rank in another call see it end."""
         if has_streams(self.device):

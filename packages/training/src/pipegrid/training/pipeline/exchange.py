@@ -42,7 +42,9 @@ def of_plain(plain: Any, tensors: Iterator[Tensor]) -> Any:
     ((kind, held),) = plain.items()
     if kind in ("tensor", "array"):
         tensor = next(tensors)
-        return tensor.cpu().numpy() if kind == "array" else tensor.cpu() if held == "cpu" else tensor
+        if kind == "array":
+            return tensor.cpu().numpy()
+        return tensor.cpu() if held == "cpu" else tensor
     if kind == "value":
         return held
     if kind == "dict":
@@ -84,17 +86,18 @@ class RankExchange:
         """This rank's number among those of the job."""
         return dist.get_rank(self._group)
 
-    def say_not_compared(self, why: str) -> bool:
-        """One line, on the first rank; False."""
+    def say_not_compared(self, why: str) -> None:
+        """One line, on the first rank."""
         if self.rank == 0:
             text = f"{self.what} is not compared with one process: {why}; check_stages compares the cut of a model"
             print(text, file=sys.stderr, flush=True)  # noqa: T201 -- no error and no mistake, and no logger is set up
-        return False
 
     def may_compare(self, why_not: str | None) -> bool:
         """Whether no rank has a reason against it; the first that is given is said."""
         why = next((each for each in self.plain(why_not) if each), None)
-        return why is None or self.say_not_compared(why)
+        if why is not None:
+            self.say_not_compared(why)
+        return why is None
 
     def plain(self, value: Any, *, after_first: bool = False) -> list[Any]:
         """The plain ``value`` of every rank; ``after_first``: the first one computes before, for all of them."""

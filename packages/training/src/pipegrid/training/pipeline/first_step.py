@@ -114,9 +114,12 @@ class FirstStep:
     def _is_whole(self) -> bool:
         """Whether tensor-parallel ranks have DTensors, which can be put together; a line says where not."""
         sharded = any(map(is_dtensor, self._values(nn.Module.named_parameters).values()))
-        whole = not self.job.is_tensor_parallel or any(self.ranks.plain(sharded))
-        parts = "tensor-parallel ranks have parts that are no DTensors: only their code knows of what"
-        return whole or self.ranks.say_not_compared(parts)
+        if not self.job.is_tensor_parallel or any(self.ranks.plain(sharded)):
+            return True
+        self.ranks.say_not_compared(
+            "tensor-parallel ranks have parts that are no DTensors: only their code knows of what"
+        )
+        return False
 
     def forward(self, name: str, stage: Any, forward: Callable[[Any, Any], Any] | None, part: Microbatch) -> Any:
         """Run the next microbatch of ``stage`` of a module, and keep what it is seeded by."""

@@ -21,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from pipegrid.gradients.dtensors import is_dtensor
 from pipegrid.stages.generators import capture_torch, generators_as_before
-from pipegrid.training.pipeline.exchange import RankExchange, first_with, not_of_one_process
+from pipegrid.training.pipeline.exchange import RankExchange, as_plain, first_with, not_of_one_process
 from pipegrid.training.pipeline.one_process import are_equal
 from pipegrid.transport.collectives.differences import listed
 
@@ -89,6 +89,10 @@ class FirstUpdate:
                 self._why_not = "parameters are sharded"
             held_state = optimizer.state.get(one, {}).items()
             state = [[key, value.detach().clone() if isinstance(value, Tensor) else value] for key, value in held_state]
+            try:
+                as_plain(state, [])
+            except TypeError as error:
+                self._why_not = f"the state of {kind} has a {error}"
             if names[id(one)] in self.updated:
                 self._why_not = f"optimizers update {names[id(one)]} twice between two steps"
             self.updated[names[id(one)]] = _Updated(kind, options, one.detach().clone(), gradient, state)
@@ -185,8 +189,8 @@ class FirstUpdate:
                 # One of the same class and settings, without a state, hooks or a scheduler:
                 optimizer: Optimizer = object.__new__(type(self._optimizers[kind]))
                 vars(optimizer).update({key: one for key, one in vars(self._optimizers[kind]).items() if key != "step"})
-                vars(optimizer).update({key: OrderedDict() for key in _HOOKS}, state=defaultdict(dict))
-                optimizer.param_groups = [*groups.values()]
+                vars(optimizer).update({key: OrderedDict() for key in _HOOKS})
+                vars(optimizer).update(state=defaultdict(dict), param_groups=[*groups.values()])
                 states = ((weights[name], dict(state)) for name, (*_, state) in arrived.items() if state)
                 optimizer.state.update(states)
                 optimizer.step()

@@ -390,7 +390,7 @@ class GivenLoss:
             weights = [part.counts[rule] for part in parts[:2]]
             terms = [value * weight for value, weight in zip(values, weights, strict=False) if weight]
             means[rule] = sum(terms) / sum(weights) if sum(weights) else math.nan
-        most = _CLOSE * max(abs(each) for each in values if not math.isnan(each))
+        most = _CLOSE * max((abs(each) for each in values if not math.isnan(each)), default=math.nan)
         return values, means, [rule for rule, mean in means.items() if abs(mean - values[2]) <= most]
 
     def _of_part(self, part: LossPart) -> Any:

@@ -42,9 +42,8 @@ class Given:
     values: Mapping[str, Tensor]  # of parameters and buffers
     trained: set[str]  # the parameters among them that are trained
     modes: Mapping[str, bool]  # that the script has set after the stages were made
-    batches: Sequence[
-        Sequence[Microbatch]
-    ]  # of each replica, and at the end the batch that is not cut, or an empty one
+    # Of each replica, and at the end the batch that is not cut, or an empty one:
+    batches: Sequence[Sequence[Microbatch]]
     cuts: Mapping[str, tuple[Sequence[str], Mapping[str, int]]]  # by module (`cut_of`)
     draws: Mapping[tuple[str, int, int, int, int], Draws]  # by module, replica, share, stage and microbatch
     attaches: bool  # layers attach losses
@@ -300,8 +299,9 @@ class _Replicas:
     def _turn(self, name: str, place: tuple[int, int]) -> None:
         """The buffers of a module are those of a replica from here on; all begin alike."""
         if self._now[name] != place:
-            held = self._held[name]
-            held[self._now[name]] = _buffers(self._wholes[name])
+            held, before = self._held[name], self._now[name]
+            if before != (-1, 0):
+                held[before] = _buffers(self._wholes[name])
             _set_buffers(self._wholes[name], held.get(place, held[-1, 0]))
             self._now[name] = place
 

@@ -114,7 +114,7 @@ def zero_of(output: Any) -> Tensor:
     return (graph or tensors)[0].flatten()[:1].sum() * 0.0
 
 
-def mapped(value: Any, change: Callable[[Tensor], Any]) -> Any:
+def mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """``value`` with its tensors changed: in containers, and in attributes of an object such as a namespace."""
 
     def leaf(each: Any) -> Any:
@@ -131,7 +131,12 @@ def mapped(value: Any, change: Callable[[Tensor], Any]) -> Any:
 
 def _tensors(value: Any) -> list[Tensor]:
     found: list[Tensor] = []
-    mapped(value, found.append)
+
+    def note(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    mapped(value, note)
     return found
 
 

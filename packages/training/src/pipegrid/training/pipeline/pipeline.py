@@ -250,9 +250,10 @@ class Pipeline:
         eos_token_id: int | Iterable[int] | None = None,
         pad_token_id: int = 0,
     ) -> Tensor | None:
-        """New tokens ``[rows, new]`` after the prompts of a batch, as `pipegrid.training.generate`.
+        """New tokens after the prompts of a batch, as `pipegrid.training.generate`.
 
-        Padded to the longest, on the ranks of the module with the loss; None elsewhere.
+        Returns:
+            Tokens ``[rows, new]`` on the ranks of the module with the loss, padded to the longest; None elsewhere.
         """
         if self.is_spare:
             return None
@@ -336,8 +337,12 @@ class Pipeline:
     ) -> None:
         """Save a checkpoint of ``step`` completed steps, as `Checkpoints.save`; the last three stay.
 
-        The ``directory`` is of the run, shared by all ranks; ``optimizer`` is one, or a list; ``data`` is the data
-        position, or other plain data, the same on every rank. Without ``blocking`` it is written in the background.
+        Args:
+            directory: of the run, shared by all ranks.
+            optimizer: one, or a list.
+            step: completed steps.
+            data: the data position, or other plain data; the same on every rank.
+            blocking: False writes in the background.
         """
         if self.is_spare:
             return
@@ -346,9 +351,10 @@ class Pipeline:
     def load(
         self, directory: str | os.PathLike[str], optimizer: Any = (), *, step: int | None = None, data: Any = None
     ) -> LoadedCheckpoint | None:
-        """Fill stages and optimizer from the newest good checkpoint, of any layout and grids; what was loaded.
+        """Fill stages and optimizer from the newest good checkpoint, of any layout and grids.
 
-        None without a checkpoint, and on a spare rank.
+        Returns:
+            What was loaded; None without a checkpoint, and on a spare rank.
         """
         if self.is_spare:
             return None
@@ -387,7 +393,10 @@ class Pipeline:
     def close(self) -> None:
         """Wait for checkpoints, close all lanes, end the monitor and the groups that this created. Idempotent.
 
-        On a spare rank wait until all others have; a `JobFailedError` where some have not a deadline after the first.
+        On a spare rank wait until all others have.
+
+        Raises:
+            JobFailedError: on a spare rank, where some others have not closed it a deadline after the first one.
         """
         if self._closed:
             return

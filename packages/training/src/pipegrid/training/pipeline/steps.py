@@ -165,9 +165,10 @@ class Steps:
         self._gather = meeting.gather
         mean = self._mean(found[:TOLD], counts, meeting)
         if first is not None:
-            attaches = bool(attached_losses(self.job.stages))
-            limit = first.end(len(parts), mean, attaches=attaches) if self._comparing else None
-            self.first = self._comparing = None
+            comparing, self._comparing, self.first = self._comparing, None, None  # also where the comparison raises
+            limit = None
+            if comparing is not None:
+                limit = comparing.end(len(parts), mean, attaches=bool(attached_losses(self.job.stages)))
             if limit is not None:
                 ranks = RankExchange("the first update", self.job.config, self.job.device)
                 self._update = FirstUpdate(self.job.named, ranks, limit)
@@ -233,24 +234,21 @@ class Steps:
         told: Tensor | Sequence[float] = ()
         if infos and self._is_counted:
             told = losses.sum_of(infos) if self._streamed else losses.sum_on_host(infos)
-        apart: tuple[Tensor, Callable[[Waiting], object]] | None = None
         if together:
             meeting.start(told, ready=updated)
-        else:
-            if not isinstance(told, Tensor):
-                told = torch.tensor(told or [0.0] * TOLD, dtype=torch.float64, device=self.job.device)
-            apart = told, reduce_few(told, self.job.config.job_group)
+            return meeting.met
+        config, what = self.job.config, f"the mean loss of {meeting.call}()"
+        waiting = Waiting(config.deadline, config.monitor, what, of_step=True)
+        if not isinstance(told, Tensor):
+            told = torch.tensor(told or [0.0] * TOLD, dtype=torch.float64, device=self.job.device)
+        sums, wait = told, reduce_few(told, config.job_group)
 
-        def found() -> Tensor:
+        def both() -> Tensor:
             meeting.wait()
-            if apart is None:
-                return meeting.sums
-            sums, wait = apart
-            what = f"the mean loss of {meeting.call}()"
-            wait(Waiting(self.job.config.deadline, self.job.config.monitor, what, of_step=True))
+            wait(waiting)
             return sums
 
-        return found
+        return both
 
     def _mean(self, sums: Tensor, counts: StepCounts, meeting: CallMeeting) -> Tensor:
         """The mean loss of the job; the weights of its microbatches are compared with what was counted.

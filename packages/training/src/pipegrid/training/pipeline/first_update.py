@@ -21,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from pipegrid.gradients.dtensors import is_dtensor
 from pipegrid.stages.generators import capture_torch, generators_as_before
-from pipegrid.training.pipeline.exchange import RankExchange, as_plain, first_with, not_of_one_process
+from pipegrid.training.pipeline.exchange import RankExchange, first_with, not_of_one_process
 from pipegrid.training.pipeline.one_process import are_equal
 from pipegrid.transport.collectives.differences import listed
 
@@ -89,10 +89,6 @@ class FirstUpdate:
                 self._why_not = "parameters are sharded"
             held_state = optimizer.state.get(one, {}).items()
             state = [[key, value.detach().clone() if isinstance(value, Tensor) else value] for key, value in held_state]
-            try:
-                as_plain(state, [])
-            except TypeError as error:
-                self._why_not = f"the state of {kind} has a {error}"
             if names[id(one)] in self.updated:
                 self._why_not = f"optimizers update {names[id(one)]} twice between two steps"
             self.updated[names[id(one)]] = _Updated(kind, options, one.detach().clone(), gradient, state)

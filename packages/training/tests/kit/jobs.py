@@ -42,4 +42,4 @@ def counted(sums):
     """The counts of a step in which this rank's microbatches count ``sums`` (`sums_of`)."""
     meeting = CallMeeting("step", torch.device("cpu"), None, Waiting())
     meeting.start(sums)
-    return StepCounts.told(meeting)
+    return StepCounts(meeting)

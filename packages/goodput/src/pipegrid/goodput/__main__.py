@@ -13,20 +13,12 @@ from functools import partial
 from pathlib import Path
 
 from pipegrid.core.parser import Parser
-from pipegrid.goodput import (
-    POLICIES,
-    Scenario,
-    Throughput,
-    goodput,
-    goodput_json,
-    goodput_table,
-    parse_throughput,
-    planned_throughput,
-    possible,
-    random_failures,
-    read_failures,
-    rerouted_throughput,
-)
+from pipegrid.goodput.goodput import goodput, possible
+from pipegrid.goodput.outages import random_failures, read_failures
+from pipegrid.goodput.report import goodput_json, goodput_table
+from pipegrid.goodput.rerouted import rerouted_throughput
+from pipegrid.goodput.simulate import POLICIES, Scenario
+from pipegrid.goodput.throughput import Throughput, parse_throughput, planned_throughput
 from pipegrid.layout import LayoutError
 from pipegrid.planner import JobError, NoFitError, parse_job, plan
 from pipegrid.planner.reading import Form, parse_document, read_as

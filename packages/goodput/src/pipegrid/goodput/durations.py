@@ -13,11 +13,7 @@ _PART = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*(ms|[dhms])")
 
 
 def seconds_of(value: Any) -> float:
-    """Seconds of a number, or of a text with units such as ``"90s"``, ``"12h"``, ``"1h30m"``.
-
-    Raises:
-        ValueError: a text without units, a negative or an infinite duration.
-    """
+    """Seconds of a number, or of a text such as ``"1h30m"``; `ValueError`: without units, negative or infinite."""
     if isinstance(value, str):
         parts = [match.groups() for match in _PART.finditer(value)]
         if not parts or _PART.sub("", value).strip():

@@ -12,23 +12,13 @@ from typing import Annotated, TypeAlias
 from attrs import field, frozen
 
 from pipegrid.core.fields import Index, Name, checked, checked_arguments, checked_fields, instance, integer
-from pipegrid.goodput.durations import (
-    Duration,
-    DurationOrNever,
-    GivenOrNever,
-    GivenPositive,
-    PositiveDuration,
-)
+from pipegrid.goodput.durations import Duration, DurationOrNever, GivenOrNever, GivenPositive, PositiveDuration
 from pipegrid.planner.errors import JobError
 
-MEAN_FAILURES = 1000
-"""Failures of a run that is drawn at random, on average, unless its duration is given."""
-
+MEAN_FAILURES = 1000  # failures of a run that is drawn at random, on average, unless its duration is given
 MOST_FAILURES = 1_000_000
 
-Nodes: TypeAlias = Annotated[int, integer(1, 100_000)]
-"""Nodes of a job."""
-
+Nodes: TypeAlias = Annotated[int, integer(1, 100_000)]  # nodes of a job
 _checked = checked_fields(JobError)
 
 
@@ -79,21 +69,20 @@ class Failures:
     @cached_property
     def events(self) -> tuple[tuple[float, bool, int], ...]:
         """Failures and returns by time: the time, False for a failure and True for a return, the index in ``nodes``."""
-        index = {node: at for at, node in enumerate(self.nodes)}
-        away: list[list[tuple[float, float]]] = [[] for _ in self.nodes]
+        away: dict[str, list[tuple[float, float]]] = {node: [] for node in self.nodes}
         for outage in sorted(self.outages, key=lambda outage: outage.start):
-            own = away[index[outage.node]]
+            own = away[outage.node]
             start, end = outage.start, outage.end
             if own and start <= own[-1][1]:
                 start, end = own[-1][0], max(own.pop()[1], end)
             own.append((start, end))
         found = [
-            (time, back, at)
-            for at, spans in enumerate(away)
+            (time, bool(back), at)
+            for at, spans in enumerate(away.values())
             for span in spans
-            for back, time in enumerate(map(float, span))
+            for back, time in enumerate(span)
         ]
-        return tuple((time, bool(back), at) for time, back, at in sorted(found) if time < self.duration)
+        return tuple(event for event in sorted(found) if event[0] < self.duration)
 
     @cached_property
     def count(self) -> int:

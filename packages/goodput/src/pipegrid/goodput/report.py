@@ -11,10 +11,8 @@ from attrs.filters import exclude
 
 from pipegrid.core.tables import table, text_table
 from pipegrid.goodput.durations import duration_text
-from pipegrid.goodput.goodput import Goodput
-from pipegrid.goodput.interval import daly_goodput
-from pipegrid.goodput.outages import Failures
-from pipegrid.goodput.simulate import CAUSES, Outcome, Scenario
+from pipegrid.goodput.goodput import Goodput, daly_goodput
+from pipegrid.goodput.simulate import CAUSES, Outcome
 
 
 def goodput_table(found: Goodput, *, terminal: bool = False) -> str:
@@ -29,15 +27,10 @@ def goodput_table(found: Goodput, *, terminal: bool = False) -> str:
         >>> "restart" in goodput_table(found)
         True
     """
-    rows = [
-        (
-            outcome.policy,
-            every_text(found, outcome),
-            f"{100 * outcome.goodput:.2f}%",
-            *(f"{100 * outcome.lost[cause] / outcome.duration:.2f}%" for cause in CAUSES),
-        )
-        for outcome in found.outcomes
-    ]
+    rows = []
+    for outcome in found.outcomes:
+        shares = (outcome.goodput, *(outcome.lost[cause] / outcome.duration for cause in CAUSES))
+        rows.append((outcome.policy, every_text(found, outcome), *(f"{100 * share:.2f}%" for share in shares)))
     headings = ("policy", "checkpoint every", "goodput", *(cause.replace("_", " ") for cause in CAUSES))
     right = range(2, len(headings))
     drawn = table(headings, rows, right=right, color=True) if terminal else text_table(headings, rows, right=right)
@@ -55,34 +48,27 @@ def every_text(found: Goodput, outcome: Outcome) -> str:
 def _assumed(found: Goodput) -> str:
     scenario, failures = found.scenario, found.scenario.failures
     text = duration_text
-    often = f", one every {text(failures.mtbf)}, {_away(failures)}" if failures.count else ""
+    away = [outage.end - outage.start for outage in failures.outages]
+    never = away.count(math.inf)
+    back = f"{never} nodes never back" if never else f"nodes back after {text(mean(away or [0.0]))}"
+    often = f", one every {text(failures.mtbf)}, {back}" if failures.count else ""
     restart = scenario.restart_seconds(scenario.throughput.nodes)
     each = [f"restart {text(restart)}", f"checkpoint {text(scenario.checkpoint)}"]
     each += [f"written after {text(scenario.write)} more"] if scenario.write else []
     policies = {outcome.policy for outcome in found.outcomes}
-    each += [f"new plan {text(scenario.replan)}{_rerouted(scenario)}"] if "re-plan" in policies else []
+    peers, replanned = "", scenario.replanned
+    if replanned is not None:
+        fewer = replanned.nodes - 1
+        peers = " (a dead node stops all replicas of a position: a restart)"
+        if replanned.least <= fewer:
+            peers = f" (by peers: a step takes {text(replanned.step(fewer))} with a node dead)"
+    each += [f"new plan {text(scenario.replan)}{peers}"] if "re-plan" in policies else []
     if "spare" in policies:
         each += [f"{scenario.spares} of the nodes spare, promoted in {text(scenario.promote)}"]
     return (
         f"{scenario.throughput.nodes} nodes, {text(failures.duration)}: {failures.count} failures{often}; "
         f"a step takes {text(scenario.step)}\n{', '.join(each)}\n"
     )
-
-
-def _rerouted(scenario: Scenario) -> str:
-    if scenario.replanned is None:
-        return ""
-    fewer = scenario.replanned.nodes - 1
-    if scenario.replanned.least > fewer:
-        return " (a dead node stops all replicas of a position: a restart)"
-    return f" (by peers: a step takes {duration_text(scenario.replanned.step(fewer))} with a node dead)"
-
-
-def _away(failures: Failures) -> str:
-    lengths = [outage.end - outage.start for outage in failures.outages if outage.end < math.inf]
-    if len(lengths) < len(failures.outages):
-        return f"{len(failures.outages) - len(lengths)} nodes never back"
-    return f"nodes back after {duration_text(mean(lengths))}"
 
 
 def _advice(found: Goodput) -> str:
@@ -97,9 +83,9 @@ def _advice(found: Goodput) -> str:
             f"{100 * share:.2f}%"
         )
     if any(outcome.policy != "restart" for outcome in found.outcomes):
-        lines.append(
+        lines += [
             "re-plan is pipegrid.survive where modules have equal dp, on gloo; elsewhere a prediction, as spare is"
-        )
+        ]
     return "\n".join(lines)
 
 
@@ -115,13 +101,12 @@ def goodput_json(found: Goodput) -> str:
         57
     """
     scenario = found.scenario
-    given = exclude("throughput", "failures", "replanned")
     data = {
         "nodes": scenario.throughput.nodes,
         "step": scenario.step,
         "duration": scenario.failures.duration,
         "failures": scenario.failures.count,
-        **asdict(scenario, recurse=False, filter=given),
+        **asdict(scenario, recurse=False, filter=exclude("throughput", "failures", "replanned")),
         "outcomes": [asdict(outcome) for outcome in found.outcomes],
         "daly": found.daly if scenario.failures.count else None,
     }

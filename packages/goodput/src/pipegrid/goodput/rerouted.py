@@ -92,14 +92,13 @@ def _dead(units: Iterable[frozenset[tuple[int, int]]]) -> Dead:
 def _step(choice: Choice, dead: Dead, limits: list[float]) -> float | None:
     """Seconds of a step around dead actors; None where a position has no other."""
     replicas = choice.shape.parts[-1].dp
-    lost = Counter(position for positions in dead for position in positions)
-    if lost and max(lost.values()) == replicas:
-        return None
-    if not lost:
-        return choice.step
     at: dict[int, list[int]] = defaultdict(list)
     for replica, positions in enumerate(dead):
         for position in positions:
             at[position].append(replica)
+    if any(len(lost) == replicas for lost in at.values()):
+        return None
+    if not at:
+        return choice.step
     routes = reroute(Routes.identity(replicas, choice.num_microbatches), at, plan=choice.plan)
     return schedule_routes(choice.plan, routes, choice.costs, limits).makespan + choice.reduction

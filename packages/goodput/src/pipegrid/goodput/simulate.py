@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from functools import cached_property
 from typing import Annotated, Any, Literal, TypeAlias, get_args
@@ -11,7 +12,6 @@ from attrs import define, evolve, field, frozen
 from pipegrid.core.fields import Index, Rule, checked_fields, instance
 from pipegrid.goodput.durations import DURATION, Duration, seconds_of
 from pipegrid.goodput.outages import Failures
-from pipegrid.goodput.stretch import Stretch, whole
 from pipegrid.goodput.throughput import Throughput, by_nodes
 from pipegrid.planner.errors import JobError
 
@@ -22,6 +22,7 @@ POLICIES: tuple[Policy, ...] = get_args(Policy)
 Cause: TypeAlias = Literal["redone", "checkpoints", "recovery", "waiting", "fewer_nodes", "idle_spares"]
 CAUSES: tuple[Cause, ...] = get_args(Cause)
 """Causes of lost time."""
+_EDGE = 1e-6  # part of a step: a time this close to the end of a step counts as that end
 
 
 def _restart(value: Any) -> float | tuple[tuple[int, float], ...]:
@@ -71,13 +72,14 @@ class Scenario:
     replanned: Annotated[Throughput, instance(Throughput, "a Throughput(table, batch)")] | None = None
 
     def __attrs_post_init__(self) -> None:
-        if self.replanned is not None and self.replanned.nodes != self.throughput.nodes:
-            raise JobError(f"replanned is for {self.replanned.nodes} nodes, the throughput for {self.throughput.nodes}")
-        if self.replanned is not None and self.replanned.best[-1][1] > self.throughput.best[-1][1] * (1 + 1e-9):
-            fast, slow = self.replanned.best[-1][1], self.throughput.best[-1][1]
+        nodes, replanned = self.throughput.nodes, self.replanned
+        if replanned is not None and replanned.nodes != nodes:
+            raise JobError(f"replanned is for {replanned.nodes} nodes, the throughput for {nodes}")
+        slow, fast = (0.0 if one is None else one.rate(nodes) for one in (self.throughput, replanned))
+        if fast > slow * (1 + 1e-9):
             raise JobError(f"replanned has {fast:g} samples per second, the throughput of all nodes at most {slow:g}")
-        if len(self.failures.nodes) > self.throughput.nodes:
-            raise JobError(f"{len(self.failures.nodes)} nodes fail; the throughput has {self.throughput.nodes} nodes")
+        if len(self.failures.nodes) > nodes:
+            raise JobError(f"{len(self.failures.nodes)} nodes fail; the throughput has {nodes} nodes")
 
     @property
     def step(self) -> float:
@@ -130,6 +132,68 @@ class Outcome:
     lost: Mapping[Cause, float]
 
 
+def _whole(steps: float) -> int:
+    """Number of complete steps in ``steps``."""
+    return math.floor(steps + _EDGE)
+
+
+@frozen
+class _Stretch:
+    """Training from ``done`` steps on, with a checkpoint of ``saved`` of them.
+
+    A step takes ``step`` seconds. After ``every`` steps since the last checkpoint (None: never) training stops for
+    ``checkpoint`` seconds; ``write`` seconds later, while it goes on, the checkpoint can be loaded, and not before that
+    begins the next. A checkpoint that a failure has prevented is made up for after one step.
+    """
+
+    step: float
+    every: int | None
+    checkpoint: float
+    write: float
+    done: int
+    saved: int
+
+    @property
+    def first(self) -> int:
+        """Steps before the first checkpoint."""
+        return max(1, (self.every or 0) - (self.done - self.saved))
+
+    @property
+    def spacing(self) -> int:
+        """Steps between checkpoints."""
+        return max(self.every or 1, math.ceil(self.write / self.step - _EDGE))
+
+    def at(self, elapsed: float) -> tuple[float, int, float]:
+        """After ``elapsed`` seconds: steps done, steps that a checkpoint keeps, seconds in checkpoints."""
+        head = self.first * self.step
+        if self.every is None or elapsed < head:
+            return self.done + elapsed / self.step, self.saved, 0.0
+        cycle = self.checkpoint + self.spacing * self.step
+        slack = _EDGE * self.step
+        turn = math.floor((elapsed - head + slack) / cycle)
+        rest = max(0.0, elapsed - head - turn * cycle)
+        base = self.done + self.first
+        steps = min(max(0.0, rest - self.checkpoint) / self.step, self.spacing)
+        kept = math.floor((elapsed - head - self.checkpoint - self.write + slack) / cycle)
+        return (
+            base + turn * self.spacing + steps,
+            base + kept * self.spacing if kept >= 0 else self.saved,
+            turn * self.checkpoint + min(rest, self.checkpoint),
+        )
+
+    def next_edge(self, elapsed: float) -> float:
+        """Seconds at which a step ends, or the checkpoint after it: the first such at ``elapsed`` or later."""
+        head, slack = self.first * self.step, _EDGE * self.step
+        if self.every is None or elapsed <= head + slack:
+            return math.ceil(elapsed / self.step - _EDGE) * self.step
+        cycle = self.checkpoint + self.spacing * self.step
+        start = head + math.floor((elapsed - head + slack) / cycle) * cycle
+        if elapsed <= start + slack:
+            return elapsed
+        steps = max(0, math.ceil((elapsed - start - self.checkpoint) / self.step - _EDGE))
+        return start + self.checkpoint + steps * self.step
+
+
 def simulate(scenario: Scenario, policy: Policy, every: int | None) -> Outcome:
     """The run of ``scenario`` under ``policy`` with a checkpoint after ``every`` steps; None: without checkpoints.
 
@@ -139,9 +203,8 @@ def simulate(scenario: Scenario, policy: Policy, every: int | None) -> Outcome:
     the next failure.
 
     Examples:
-        >>> throughput = Throughput({8: 10.0, 7: 8.0}, batch=64)
         >>> failures = random_failures(8, mtbf="12h", duration="30d")
-        >>> scenario = Scenario(throughput, failures, restart="10m", checkpoint="30s")
+        >>> scenario = Scenario(Throughput({8: 10.0, 7: 8.0}, batch=64), failures, restart="10m", checkpoint="30s")
         >>> round(simulate(scenario, "restart", every=100).goodput, 2)
         0.91
     """
@@ -160,26 +223,22 @@ def simulate(scenario: Scenario, policy: Policy, every: int | None) -> Outcome:
 
 @define
 class _SimulatedRun:
-    """The state of a run: it trains (``stretch``; until ``due`` if a node joins then), stops until ``due``, or waits.
-
-    ``training`` and ``idle``: the nodes that are up. ``intact``: they hold the state of training, which else is in the
-    checkpoint of ``saved`` steps alone. ``drain``: seconds of a stop until a checkpoint of all steps can be loaded.
-    """
+    """The state of a run: it trains (``stretch``; until ``due`` if nodes join then), stops until ``due``, or waits."""
 
     scenario: Scenario
     policy: Policy
     every: int | None
     places: int = field(init=False)
     throughput: Throughput = field(init=False)
-    idle: set[int] = field(init=False)
+    idle: set[int] = field(init=False)  # up, and not in training
     training: set[int] = field(factory=set)
     done: float = 0.0
     saved: int = 0
     since: float = 0.0
-    stretch: Stretch | None = None
+    stretch: _Stretch | None = None
     due: float | None = None
-    intact: bool = True
-    drain: float | None = None
+    intact: bool = True  # nodes that are up have the state, which else is in the checkpoint of ``saved`` steps alone
+    drain: float | None = None  # seconds of a stop until a checkpoint of all steps can be loaded
     lost: dict[Cause, float] = field(factory=lambda: dict.fromkeys(CAUSES, 0.0))
 
     def __attrs_post_init__(self) -> None:
@@ -190,7 +249,6 @@ class _SimulatedRun:
 
     @property
     def up(self) -> int:
-        """Number of nodes that are up."""
         return len(self.training) + len(self.idle)
 
     def until(self, time: float) -> None:
@@ -211,7 +269,7 @@ class _SimulatedRun:
         self.training.remove(node)
         self.account(time)
         self.intact = self.intact and self.survives()
-        kept = whole(self.done) if self.intact else self.saved
+        kept = _whole(self.done) if self.intact else self.saved
         self.lost["redone"] += (self.done - kept) * self.scenario.step
         self.done = kept
         self.resume(time)
@@ -227,7 +285,6 @@ class _SimulatedRun:
             self.due = self.since + self.stretch.next_edge(time - self.since)
 
     def survives(self) -> bool:
-        """Whether the nodes that are left go on without a checkpoint."""
         if self.policy == "re-plan":
             return bool(self.training) and self.up >= (self.scenario.replanned or self.throughput).least
         if self.policy == "spare":
@@ -235,14 +292,9 @@ class _SimulatedRun:
         return False
 
     def resume(self, time: float) -> None:
-        """Stop, and train after it; or wait for nodes."""
         short = self.intact and self.policy == "spare" and self.up < self.places
-        if self.wanted() and not short:
+        if self.throughput.training(min(self.up, self.places)) and not short:
             self.stop(time)
-
-    def wanted(self) -> int:
-        """Nodes to train, with those that are up."""
-        return self.throughput.training(min(self.up, self.places))
 
     def pause(self, *, joins: bool) -> tuple[float, float | None]:
         """Seconds of a stop, and of the checkpoint before it: for a restart that no failure causes."""
@@ -259,49 +311,42 @@ class _SimulatedRun:
         return (then - now) * self.scenario.failures.mtbf > then * (stop + (saving or 0.0))
 
     def stop(self, time: float, *, joins: bool = False) -> None:
-        """Stop training to change its nodes."""
         seconds, self.drain = self.pause(joins=joins)
         self.due = time + seconds + (self.drain or 0.0)
         self.fill()
 
     def fill(self) -> None:
         """Choose the nodes that train: those that do, and the first of the others that are up."""
-        wanted = self.wanted()
-        if wanted > len(self.training):
-            joining = sorted(self.idle)[: wanted - len(self.training)]
-            self.training.update(joining)
-            self.idle.difference_update(joining)
-        elif wanted < len(self.training):
-            leaving = sorted(self.training)[wanted:]
-            self.idle.update(leaving)
-            self.training.difference_update(leaving)
+        up = [*sorted(self.training), *sorted(self.idle)]
+        wanted = self.throughput.training(min(len(up), self.places))
+        self.training, self.idle = set(up[:wanted]), set(up[wanted:])
 
     def train(self, time: float) -> None:
         """Train, from the end of a step."""
         scenario = self.scenario
         self.fill()
-        self.since, self.intact, self.done = time, True, whole(self.done)
+        self.since, self.intact, self.done = time, True, _whole(self.done)
         step = self.throughput.step(len(self.training))
-        self.stretch = Stretch(step, self.every, scenario.checkpoint, scenario.write, self.done, self.saved)
+        self.stretch = _Stretch(step, self.every, scenario.checkpoint, scenario.write, self.done, self.saved)
 
     def account(self, time: float) -> None:
         """Count the seconds until ``time`` to their causes; what the run has done in them ends here."""
         scenario, elapsed = self.scenario, time - self.since
         self.since = time
         if self.stretch is not None:
-            now = self.stretch.at(elapsed)
-            steps = now.done - self.stretch.done
+            done, saved, checkpoints = self.stretch.at(elapsed)
+            steps = done - self.stretch.done
             room = self.throughput.step(self.places) if self.policy == "spare" else scenario.step
-            self.lost["checkpoints"] += now.checkpoints
+            self.lost["checkpoints"] += checkpoints
             self.lost["fewer_nodes"] += steps * (self.stretch.step - room)
             self.lost["idle_spares"] += steps * (room - scenario.step)
-            self.done, self.saved, self.stretch = now.done, now.saved, None
+            self.done, self.saved, self.stretch = done, saved, None
         elif self.due is not None:
             saving = min(elapsed, self.drain or 0.0)
             self.lost["checkpoints"] += saving
             self.lost["recovery"] += elapsed - saving
             if self.drain is not None and elapsed >= self.drain:
-                self.saved = whole(self.done)
+                self.saved = _whole(self.done)
         else:
             self.lost["waiting"] += elapsed
         self.due = None

@@ -19,8 +19,7 @@ from pipegrid.planner.search import GivenJob, plan
 def by_nodes(value: Any, number: Callable[[Any], float]) -> tuple[tuple[int, float], ...]:
     """Rows in the order of nodes, of a mapping or of pairs; numbers of nodes may be texts, as they are in files.
 
-    Raises:
-        ValueError: no rows, a number of nodes twice or below 1, or a value that is no ``number``.
+    `ValueError`: no rows, a number of nodes twice or below 1, or a value that is no ``number``.
     """
     if isinstance(value, (str, bytes)):
         raise ValueError  # noqa: TRY004 -- a rule's one signal
@@ -132,14 +131,13 @@ def planned_throughput(
     table: dict[int, float] = {}
     for fewer in (0, *(1 << power for power in range(nodes.bit_length()))):
         up = nodes - fewer
+        gpus = up * job.links.gpus_per_node
         try:
-            step = (
-                plan(job, gpus=up * job.links.gpus_per_node, memory=memory, limit=limit).winner.step if up > 0 else 0.0
-            )
+            step = plan(job, gpus=gpus, memory=memory, limit=limit).winner.step if gpus else 0.0
         except NoFitError:
             if not table:
                 raise
-            step = 0.0
+            break
         if not step:
             break
         table[up] = job.global_batch / step

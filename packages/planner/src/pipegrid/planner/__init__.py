@@ -9,8 +9,7 @@ from pipegrid.planner.errors import JobError, NoFitError
 from pipegrid.planner.job import Device, Job, Layers, Measured, ModuleCosts, Network, Training
 from pipegrid.planner.layer_costs import layer_costs as layer_costs, layers_toml as layers_toml
 from pipegrid.planner.reading import parse_job as parse_job, read_job
-from pipegrid.planner.refine import refined
-from pipegrid.planner.search import Planned as Planned, plan
+from pipegrid.planner.search import Planned as Planned, plan, refined
 from pipegrid.planner.survival import (
     Survival as Survival,
     count_survivable as count_survivable,

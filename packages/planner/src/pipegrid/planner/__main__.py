@@ -22,10 +22,9 @@ from pipegrid.planner.dry_run import dry_run
 from pipegrid.planner.errors import JobError, NoFitError
 from pipegrid.planner.layer_costs import layer_costs, layers_toml
 from pipegrid.planner.reading import read_job
-from pipegrid.planner.refine import refined
 from pipegrid.planner.report import explanation, refinement, results_table, summary, to_json, what_if_table
 from pipegrid.planner.script import training_script
-from pipegrid.planner.search import plan
+from pipegrid.planner.search import plan, refined
 from pipegrid.planner.what_if import what_if
 from pipegrid.plans import CostsError, PlanError, find_schedule, lower
 from pipegrid.timeline import (

@@ -16,8 +16,7 @@ from pipegrid.planner.stages import Shape
 from pipegrid.plans import SCHEDULES, ActionKind, Costs, Plan, PlanError, Simulation, schedule_for, simulate
 from pipegrid.plans.verify import dataflow_of
 
-FEW = 16
-"""Microbatches of the chains that tell memory before a plan is made, at most."""
+FEW = 16  # microbatches of the chains that tell memory before a plan is made, at most
 
 
 @frozen
@@ -108,13 +107,9 @@ class Candidate:
 
     def named_plan(self) -> Plan:
         """The schedule's plan of computes; `PlanError` where the schedule is not for this candidate."""
-        return schedule_for(
-            self.shape.placed.graph,
-            self.schedule,
-            self.num_microbatches,
-            placement=self.shape.placed.placement,
-            forward_only=[module.name for module in self.shape.job.modules if module.frozen],
-        )
+        placed, frozen = self.shape.placed, [module.name for module in self.shape.job.modules if module.frozen]
+        count = self.num_microbatches
+        return schedule_for(placed.graph, self.schedule, count, placement=placed.placement, forward_only=frozen)
 
     def least_seconds(self) -> float:
         """Lower bound of the seconds of a step, with backwards whole or split as in the schedule.
@@ -132,17 +127,14 @@ class Candidate:
         return bound + self.shape.reduction
 
     def least_in_flight(self) -> tuple[int, ...]:
-        """Lower bound, per stage, of the microbatches that it holds at once, from the schedule on a short chain.
-
-        A frozen module frees each at the end of its forward.
-        """
+        """Lower bound, per stage, of microbatches held at once, from the schedule on a short chain; 1 if frozen."""
         shape, main, microbatches = self.shape, self.shape.parts[-1], self.num_microbatches
         if self.schedule == "1f1b":
             held = tuple(min(microbatches, distance + 1) for distance in shape.placed.graph.distance_to_sink)
         else:
-            chain = _chain_in_flight(self.schedule, main.pp, shape.chunks, min(microbatches, main.pp, FEW))
+            own = _chain_in_flight(self.schedule, main.pp, shape.chunks, min(microbatches, main.pp, FEW))
             before = microbatches if self.arrangement.colocated else 1  # an encoder on these ranks runs before
-            held = (*[before] * (len(shape.stages) - len(chain)), *chain)
+            held = (*[before] * (len(shape.stages) - len(own)), *own)
         return tuple(live if trained else 1 for live, trained in zip(held, shape.trained, strict=True))
 
     def least_memory(self, live: Sequence[int]) -> float:
@@ -175,11 +167,9 @@ class Candidate:
 
     def communicators(self, plan: Plan) -> list[float]:
         """Bytes of a rank's communicators, and of two messages on each of its lanes, by position."""
-        shape, found = self.shape, []
-        buffer = shape.job.device.communicator
-        for stages in shape.placed.held:
-            parts = {shape.stages[s].part for s in stages}
-            found.append(buffer * sum((part.tp > 1) + (part.cp > 1) + (part.dp > 1) for part in parts))
+        shape, buffer = self.shape, self.shape.job.device.communicator
+        held = ({shape.stages[s].part for s in stages} for stages in shape.placed.held)
+        found = [buffer * sum((part.tp > 1) + (part.cp > 1) + (part.dp > 1) for part in parts) for parts in held]
         for flow in dataflow_of(plan).crossing:
             if flow.edge in shape.collectives:
                 continue

@@ -79,25 +79,18 @@ def dry_run(choice: GivenChoice) -> DryRun:
     if positions.placement != shape.placed.placement:
         raise JobError(f"the grids have positions {positions.placement}, the plan {shape.placed.placement}")
     lowered = lower(choice.plan, collectives=shape.collectives)
-    groups = [
-        ranks for grid in grids.values() for dim in grid.dim_names for ranks in grid.groups(dim) if len(ranks) > 1
-    ]
+    every = (ranks for grid in grids.values() for dim in grid.dim_names for ranks in grid.groups(dim))
+    groups = [ranks for ranks in every if len(ranks) > 1]
     boundaries = list(_boundaries(choice, lowered.traffic))
-    between = [pair for boundary in boundaries for pair in boundary.lanes]
+    between = [pair for pairs, _, _ in boundaries for pair in pairs]
     lanes = [*_lanes_of_modules(choice, lowered.traffic), *between]
-    shared = [members for boundary in boundaries for members in boundary.groups]
+    shared = [members for _, held, _ in boundaries for members in held]
     opened = Counter(rank for members in (*groups, *lanes, *shared) for rank in members)
-    position_of = {rank: position for position, ranks in enumerate(positions.ranks) for rank in ranks}
-    ranks_of_job = sorted(position_of)
-    return DryRun(
-        len(groups),
-        len(lanes),
-        len(shared),
-        sum(boundary.messages for boundary in boundaries),
-        tuple(opened[rank] for rank in ranks_of_job),
-        tuple(choice.memory[position_of[rank]].total for rank in ranks_of_job),
-        verify(lowered),
-    )
+    position_of = dict(sorted((rank, position) for position, ranks in enumerate(positions.ranks) for rank in ranks))
+    messages = sum(messages for _, _, messages in boundaries)
+    communicators = tuple(opened[rank] for rank in position_of)
+    memory = tuple(choice.memory[position].total for position in position_of.values())
+    return DryRun(len(groups), len(lanes), len(shared), messages, communicators, memory, verify(lowered))
 
 
 _Traffic: TypeAlias = Sequence[tuple[Edge, Direction]]
@@ -119,38 +112,31 @@ def _lanes_of_modules(choice: Choice, used: _Traffic) -> Iterator[tuple[int, ...
                 yield lane.pair
 
 
-@frozen
-class _BoundaryTraffic:
-    """One direction between two modules: the lanes, the groups, and the messages of a microbatch."""
+def _boundaries(
+    choice: Choice, used: _Traffic
+) -> Iterator[tuple[Collection[tuple[int, int]], Collection[tuple[int, ...]], int]]:
+    """Lanes, groups, and messages of a microbatch, of each direction of the boundaries on edges ``used``.
 
-    lanes: Collection[tuple[int, int]]
-    groups: Collection[tuple[int, ...]]
-    messages: int
-
-
-def _boundaries(choice: Choice, used: _Traffic) -> Iterator[_BoundaryTraffic]:
-    """The traffic of the boundaries on edges ``used``; modules that share ranks have groups for both directions."""
+    Modules that share ranks have groups for both directions. The tensor is a small one that all context-parallel ranks
+    can cut: ``[microbatch, sequence, 1]``.
+    """
+    sequence = math.lcm(*(2 * part.cp for part in choice.shape.parts))
+    sizes = Sizes((choice.microbatch, sequence, 1), axes=_AXES)
     for edge, source, destination in choice.shape.sides():
         collective = edge in choice.shape.collectives
         if collective:
             all_of_it = tuple(sorted({*source.ranks, *destination.ranks}))
-            yield _BoundaryTraffic((), (all_of_it, *_copies(source), *_copies(destination)), 0)
+            yield (), (all_of_it, *_copies(source), *_copies(destination)), 0
         for direction in (direction for other, direction in used if other == edge):
             backward = direction is Direction.BACKWARD
-            plan = plan_reshard(source, destination, _sizes(choice), backward=backward)
+            plan = plan_reshard(source, destination, sizes, backward=backward)
             check_plan(plan)
             messages = sum(message.source != message.destination for message in plan.messages)
             lanes = () if collective else routes(source, destination, _AXES, backward=backward)
             groups = () if collective else _copies(source if backward else destination)
-            yield _BoundaryTraffic(lanes, tuple(groups), messages)
+            yield lanes, tuple(groups), messages
 
 
 def _copies(side: Side) -> Iterator[tuple[int, ...]]:
     """The ranks that hold the same part."""
     return (ranks for ranks in side.classes.values() if len(ranks) > 1)
-
-
-def _sizes(choice: Choice) -> Sizes:
-    """A small tensor that all context-parallel ranks can cut: ``[microbatch, sequence, 1]``."""
-    sequence = math.lcm(*(2 * part.cp for part in choice.shape.parts))
-    return Sizes((choice.microbatch, sequence, 1), axes=_AXES)

@@ -32,10 +32,6 @@ class GridPart:
         """The size of each dim, the fastest first."""
         return {"tp": self.tp, "cp": self.cp, "dp": self.dp, "pp": self.pp}
 
-    def grid(self, rank_offset: int = 0) -> Grid:
-        """The grid, from rank ``rank_offset`` on."""
-        return Grid(tuple(self.sizes.values()), tuple(self.sizes), rank_offset)
-
 
 @frozen(slots=False)
 class Arrangement:
@@ -54,7 +50,7 @@ class Arrangement:
         """The grids. Modules apart lie by descending tp x cp, so that groups of powers of two do not cross nodes."""
         offset, found = 0, {}
         for part in sorted(self.parts, key=lambda part: -part.tp * part.cp):
-            found[part.module] = part.grid(offset)
+            found[part.module] = Grid(tuple(part.sizes.values()), tuple(part.sizes), offset)
             offset += 0 if self.colocated else part.ranks
         return {part.module: found[part.module] for part in self.parts}
 

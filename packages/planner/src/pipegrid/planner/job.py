@@ -14,9 +14,8 @@ from pipegrid.layout import LayerType, LayoutError, balance
 from pipegrid.planner.errors import JobError
 from pipegrid.plans import SCHEDULES
 
-UNITS = {unit: 1000**power for power, unit in enumerate(("B", "kB", "MB", "GB", "TB"))} | {
-    unit: 1024**power for power, unit in enumerate(("KiB", "MiB", "GiB", "TiB"), 1)
-}
+UNITS = {"B": 1} | {f"{letter}B": 1000**power for power, letter in enumerate("kMGT", 1)}
+UNITS |= {f"{letter}iB": 1024**power for power, letter in enumerate("KMGT", 1)}
 _SIZE = re.compile(r"\s*([0-9.]+(?:e[0-9]+)?)\s*([A-Za-z]+)\s*")
 
 
@@ -34,13 +33,10 @@ def _rate_of(value: Any) -> float:
 _BYTES = f'a number of bytes, or a text such as "80GB" ({", ".join(UNITS)})'
 Bytes: TypeAlias = Annotated[float, Rule(bytes_of, _BYTES)]
 GivenBytes: TypeAlias = Annotated[float | str, Rule(bytes_of, _BYTES)]
-Rate: TypeAlias = Annotated[float, Rule(_rate_of, f"{_BYTES}, above 0")]
-"""Bytes per second."""
+Rate: TypeAlias = Annotated[float, Rule(_rate_of, f"{_BYTES}, above 0")]  # bytes per second
 Sharding: TypeAlias = Literal["none", "optimizer"]
 Placing: TypeAlias = Literal["any", "apart", "colocated"]
-MOST_LAYERS = 10_000
-"""Layers of a module, at most."""
-
+MOST_LAYERS = 10_000  # layers of a module, at most
 DEFAULT_SCHEDULES = ("1f1b", "interleaved_1f1b", "zero_bubble_h1", "zero_bubble_v", "v_half")
 """The schedules of a search that names none."""
 
@@ -297,11 +293,9 @@ class Job:
 
     def __attrs_post_init__(self) -> None:
         graph = self.graph
-        for source, destination in self.edges:
-            if self.module(destination).frozen and not self.module(source).frozen:
-                raise JobError(
-                    f"edges: {source!r} is trained and feeds the frozen {destination!r}: no gradient returns"
-                )
+        for source, fed in self.edges:
+            if self.module(fed).frozen and not self.module(source).frozen:
+                raise JobError(f"edges: {source!r} is trained and feeds the frozen {fed!r}: no gradient returns")
         if all(self.module(name).frozen for name in graph.sinks):
             raise JobError(f"modules: {graph.order[-1]!r}, the end of the graph, is frozen; a step must train it")
         for at, module in enumerate(self.modules):

@@ -15,24 +15,19 @@ from attrs import frozen
 
 from pipegrid.layout import LayerMemory, LayoutInfeasibleError, PipelineParallelLayerLayout, balance
 from pipegrid.planner.grids import Arrangement, GridPart
-from pipegrid.planner.job import Job, ModuleCosts, Network
+from pipegrid.planner.job import Job, Layers, ModuleCosts, Network
 
-Times = tuple[float, float, float]
-"""Seconds of F, I and W."""
+Times = tuple[float, float, float]  # seconds of F, I and W
 
 
 @frozen
 class StageCosts:
-    """A stage of a module on its grid.
-
-    ``times`` and ``activations``: seconds, and bytes of a rank, for each sample of a microbatch. ``parameters``: their
-    number on a rank.
-    """
+    """A stage of a module on its grid; figures of a rank, those of a microbatch for each of its samples."""
 
     part: GridPart
     times: Times
-    activations: float
-    parameters: float
+    activations: float  # bytes
+    parameters: float  # their number
 
 
 def bandwidth(links: Network, ranks: Sequence[int]) -> float:
@@ -69,10 +64,10 @@ class CostModel:
         backward has as many as the forward (Shoeybi et al. 2019, section 3).
         """
         module = self.job.module(name)
-        return tuple(self._layer(module, at, tp, cp) for at in range(len(module.each)))
+        return tuple(self._layer(module, layer, tp, cp) for layer in module.each)
 
-    def _layer(self, module: ModuleCosts, at: int, tp: int, cp: int) -> Times:
-        layer, links = module.each[at], self.job.links
+    def _layer(self, module: ModuleCosts, layer: Layers, tp: int, cp: int) -> Times:
+        links = self.job.links
         if layer.seconds is not None:
             whole = (layer.seconds.F, layer.seconds.I, layer.seconds.W)
         else:
@@ -99,10 +94,7 @@ class CostModel:
     def _layout_within(
         self, part: GridPart, limit: float, peaks: tuple[int, ...]
     ) -> PipelineParallelLayerLayout | None:
-        """The best layout of a stage for each pp rank, of at most ``limit`` bytes with ``peaks`` samples of a rank.
-
-        None: no layout keeps the limit.
-        """
+        """The best layout, of at most ``limit`` bytes with ``peaks`` samples on a pp rank; None: there is none."""
         module, tp, cp = self.job.module(part.module), part.tp, part.cp
         fixed = sum(self.parameter_bytes(part))
         # The fullest stage has at least the mean of all, weighted by 1 / peak.

@@ -72,11 +72,7 @@ def parse_job(text: str, form: Form = "toml") -> Job:
 
 
 def parse_document(text: str, form: Form) -> dict[str, Any]:
-    """The object that a text describes.
-
-    Raises:
-        JobError: not TOML, or JSON, or no object; with line and column.
-    """
+    """The object that a text describes; `JobError`, with line and column, where it is none."""
     checked(text, _Text, "text", JobError)
     try:
         data = read_json(text) if form == "json" else _from_toml(text)
@@ -99,11 +95,8 @@ def _converter() -> Converter:
     from cattrs import Converter
 
     converter = Converter(forbid_extra_keys=True)
-
-    def as_given(value: Any, _: Any) -> Any:
-        return value  # checked by the annotations of the classes
-
-    converter.register_structure_hook_func(_is_plain, as_given)
+    # Values are checked by the annotations of the classes.
+    converter.register_structure_hook_func(_is_plain, lambda value, _: value)
     return converter
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from attrs import astuple, fields
@@ -21,31 +22,19 @@ HEADINGS = ("GPUs", "schedule", "microbatch", "step", "bubble", "gradients", "me
 
 def results_table(planned: Planned, *, terminal: bool = False) -> str:
     """The best choices; ``terminal``: drawn by rich where it is installed."""
-    cells = [
-        (
-            str(place),
-            str(choice.arrangement),
-            str(choice.arrangement.gpus),
-            _schedule(choice),
-            str(choice.microbatch),
-            time_text(choice.step, "s"),
-            f"{100 * choice.bubble:.1f}%",
-            time_text(choice.reduction, "s"),
-            f"{choice.peak / 1e9:.1f} GB",
-        )
-        for place, choice in enumerate(planned.choices, 1)
-    ]
+    cells = []
+    for place, choice in enumerate(planned.choices, 1):
+        schedule = choice.schedule + (f" ({choice.shape.chunks} chunks)" if choice.shape.chunks > 1 else "")
+        chosen = str(choice.arrangement), str(choice.arrangement.gpus), schedule, str(choice.microbatch)
+        seconds, gradients = time_text(choice.step, "s"), time_text(choice.reduction, "s")
+        figures = seconds, f"{100 * choice.bubble:.1f}%", gradients, f"{choice.peak / 1e9:.1f} GB"
+        cells.append((str(place), *chosen, *figures))
     right = (0, 2, 4, 5, 6, 7, 8)
-    modules = ", ".join(part.module for part in planned.winner.arrangement.parts)
+    names = ", ".join(part.module for part in planned.winner.arrangement.parts)
     shared = " (&: on the same ranks)" if any(choice.arrangement.colocated for choice in planned.choices) else ""
-    headings = ("", f"grids: {modules}{shared}", *HEADINGS)
+    headings = ("", f"grids: {names}{shared}", *HEADINGS)
     drawn = table(headings, cells, right=right, color=True) if terminal else text_table(headings, cells, right=right)
     return f"{drawn}\n"
-
-
-def _schedule(choice: Choice) -> str:
-    chunks = choice.shape.chunks
-    return choice.schedule if chunks == 1 else f"{choice.schedule} ({chunks} chunks)"
 
 
 def why_slower(winner: Choice, other: Choice) -> str:
@@ -70,10 +59,10 @@ def explanation(planned: Planned) -> str:
     """The winner's layouts and memory, why the others lost, and how far the search went."""
     winner, grids = planned.winner, planned.winner.arrangement.grids
     lines = [f"{module}: {grids[module]}, layout {layout}" for module, layout in winner.layouts.items()]
-    rows = [
-        (position_name(winner.plan, position), *(f"{part / 1e9:.2f}" for part in (*astuple(memory), memory.total)))
-        for position, memory in enumerate(winner.memory)
-    ]
+    rows = []
+    for position, memory in enumerate(winner.memory):
+        sizes = [f"{part / 1e9:.2f}" for part in (*astuple(memory), memory.total)]
+        rows.append((position_name(winner.plan, position), *sizes))
     names = ("position", *(part.name for part in fields(Memory)), "total GB")
     lines += ["", text_table(names, rows, right=range(1, len(names))), "", *_losers(planned), _extent(planned)]
     return "\n".join([*lines, str(planned.proof), survival(winner, planned.memory)]) + "\n"
@@ -89,10 +78,9 @@ def summary(planned: Planned) -> str:
 
 
 def _extent(planned: Planned) -> str:
-    tried = f"{planned.simulated} candidates simulated"
-    if planned.complete:
-        return f"{tried}; no other is faster than the last of these"
-    return f"{tried}, the limit; none of the others is faster than {time_text(planned.bound, 's')}"
+    limit = f", the limit; none of the others is faster than {time_text(planned.bound, 's')}"
+    none_left = "; no other is faster than the last of these"
+    return f"{planned.simulated} candidates simulated{none_left if planned.complete else limit}"
 
 
 def survival(choice: Choice, memory: float) -> str:
@@ -100,10 +88,8 @@ def survival(choice: Choice, memory: float) -> str:
     shape, grids = choice.shape, choice.arrangement.grids
     sharding = shape.job.training.sharding
     divided = sharding != "none"
-    gpus, nodes = (
-        count_survivable(grids, unit=unit, sharding=sharding, buddy=divided)
-        for unit in (1, shape.job.links.gpus_per_node)
-    )
+    count = partial(count_survivable, grids, sharding=sharding, buddy=divided)
+    gpus, nodes = count(unit=1), count(unit=shape.job.links.gpus_per_node)
     if not gpus.survived:
         return "survivable: no death of a GPU, its work or its state is on no other"
     text = f"survivable: {gpus} of GPUs; {nodes} of nodes"
@@ -165,31 +151,22 @@ def what_if_table(found: WhatIf) -> str:
 
 def to_json(planned: Planned, searched: Choice | None = None) -> str:
     """The choices as JSON: grids, layouts, schedule, microbatch, seconds and bytes; ``searched``: of `refined`."""
-    data: dict[str, Any] = {
-        "gpus": planned.gpus,
-        "memory": planned.memory,
-        "simulated": planned.simulated,
-        "complete": planned.complete,
-        "choices": [_as_data(choice) for choice in planned.choices],
-    }
+    data = {name: getattr(planned, name) for name in ("gpus", "memory", "simulated", "complete")}
+    data["choices"] = [_as_data(choice) for choice in planned.choices]
     if searched is not None:
         data["searched"] = _as_data(searched)
     return json.dumps(data, indent=2)
 
 
 def _as_data(choice: Choice) -> dict[str, Any]:
-    grids = choice.arrangement.grids
+    arrangement, modules = choice.arrangement, {}
+    for part in arrangement.parts:
+        first, layout = arrangement.grids[part.module].rank_offset, choice.layouts[part.module]
+        modules[part.module] = {**part.sizes, "first_rank": first, "layout": layout}
     return {
-        "modules": {
-            part.module: {
-                **part.sizes,
-                "first_rank": grids[part.module].rank_offset,
-                "layout": choice.layouts[part.module],
-            }
-            for part in choice.arrangement.parts
-        },
-        "gpus": choice.arrangement.gpus,
-        "colocated": choice.arrangement.colocated,
+        "modules": modules,
+        "gpus": arrangement.gpus,
+        "colocated": arrangement.colocated,
         "schedule": choice.schedule,
         "microbatch": choice.microbatch,
         "step": choice.step,

@@ -111,34 +111,24 @@ if __name__ == "__main__":
 def training_script(choice: Choice) -> str:
     """A script with the choice's sizes as constants, and placeholders for the model, the data and the loss."""
     shape = choice.shape
-    grids = choice.arrangement.grids
     topology: dict[str, list[str]] = {part.module: [] for part in shape.parts}
     for source, destination in shape.job.edges:
         topology[source].append(destination)
     ends = (LayerType.embedding, LayerType.loss)
-    values = {
-        "SCHEDULE": choice.schedule,
-        "GRIDS": {part.module: part.sizes for part in shape.parts},
-        "FIRST_RANKS": {name: grid.rank_offset for name, grid in grids.items()},
-        "TOPOLOGY": topology,
-        "FROZEN": [module.name for module in shape.job.modules if module.frozen],
-        "LAYOUTS": choice.layouts,
-        "LAYERS": {module.name: sum(kind not in ends for kind in module.kinds) for module in shape.job.modules},
-    }
-    head = _HEAD.format(
-        gpus=choice.arrangement.gpus,
-        step=choice.step,
-        rows=shape.job.global_batch,
-        count=choice.num_microbatches,
-    )
-    notes = {
-        "GRIDS": "sizes, the fastest dim first",
-        "TOPOLOGY": "the modules that each module feeds",
-        "FROZEN": "modules that run no backward",
-        "LAYOUTS": "the layers of each stage",
-        "LAYERS": "of each module, without embedding and head",
-    }
+    layers = {module.name: sum(kind not in ends for kind in module.kinds) for module in shape.job.modules}
+    sizes = {part.module: part.sizes for part in shape.parts}
+    first_ranks = {name: grid.rank_offset for name, grid in choice.arrangement.grids.items()}
+    frozen = [module.name for module in shape.job.modules if module.frozen]
     constants = [
-        f"{name} = {value!r}" + (f"  # {notes[name]}" if name in notes else "") for name, value in values.items()
+        f"SCHEDULE = {choice.schedule!r}",
+        f"GRIDS = {sizes}  # sizes, the fastest dim first",
+        f"FIRST_RANKS = {first_ranks}",
+        f"TOPOLOGY = {topology}  # the modules that each module feeds",
+        f"FROZEN = {frozen}  # modules that run no backward",
+        f"LAYOUTS = {choice.layouts}  # the layers of each stage",
+        f"LAYERS = {layers}  # of each module, without embedding and head",
     ]
+    head = _HEAD.format(
+        gpus=choice.arrangement.gpus, step=choice.step, rows=shape.job.global_batch, count=choice.num_microbatches
+    )
     return head + "\n".join(constants) + "\n" + _BODY

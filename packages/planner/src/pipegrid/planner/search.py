@@ -15,8 +15,8 @@ from typing import Annotated, TypeAlias
 
 from attrs import define, evolve, field, frozen
 
-from pipegrid.core.fields import Count, checked_arguments, instance
-from pipegrid.planner.choice import Candidate, Choice, in_flight
+from pipegrid.core.fields import Amount, Count, checked_arguments, instance
+from pipegrid.planner.choice import Candidate, Choice, GivenChoice, in_flight
 from pipegrid.planner.errors import JobError, NoFitError
 from pipegrid.planner.grids import Arrangement, GridPart, arrangements
 from pipegrid.planner.job import GivenBytes, Job
@@ -24,16 +24,11 @@ from pipegrid.planner.model import CostModel
 from pipegrid.planner.stages import PlacedGraph, Shape
 from pipegrid.plans import SCHEDULES, Plan, PlanError, fitting_schedules, lower, stage_places, verify
 from pipegrid.plans.verify import Proof
+from pipegrid.search import search
 
-BEST = 10
-"""Choices in the result."""
-
-MOST_SAMPLES = 4
-"""Samples of a microbatch per replica, at most."""
-
-MOST_MICROBATCHES = 65_536
-"""Microbatches of a step, at most."""
-
+BEST = 10  # choices in the result
+MOST_SAMPLES = 4  # samples of a microbatch per replica, at most
+MOST_MICROBATCHES = 65_536  # microbatches of a step, at most
 _places = cache(stage_places)
 
 
@@ -105,15 +100,11 @@ class _JobSearch:
     limit: int
     plans: dict[tuple[PlacedGraph, str, int], tuple[Plan, tuple[int, ...]] | None] = field(factory=dict)
 
-    @property
-    def job(self) -> Job:
-        return self.model.job
-
     def run(self) -> Planned:
         serial = itertools.count()
         heap: list[tuple[float, int, Arrangement | Candidate]] = [
             (self.model.least_seconds(arrangement), next(serial), arrangement)
-            for arrangement in arrangements(self.job, self.gpus)
+            for arrangement in arrangements(self.model.job, self.gpus)
             if self.model.least_memory(arrangement) <= self.capacity
         ]
         heapq.heapify(heap)
@@ -138,12 +129,12 @@ class _JobSearch:
             raise self._no_fit()
         proof = verify(lower(best[0].plan, collectives=best[0].shape.collectives))
         bound = best[-1].step if complete else bound
-        return Planned(self.job, self.gpus, self.capacity, tuple(best), proof, simulated, complete, bound)
+        return Planned(self.model.job, self.gpus, self.capacity, tuple(best), proof, simulated, complete, bound)
 
     def candidates(self, arrangement: Arrangement) -> Iterator[Candidate]:
         """The candidates of an arrangement: microbatch sizes that all dp divide, and schedules that fit."""
-        replicas, batch = math.lcm(*(part.dp for part in arrangement.parts)), self.job.global_batch
-        sizes = self.job.training.microbatch or [replicas * size for size in range(1, MOST_SAMPLES + 1)]
+        replicas, batch = math.lcm(*(part.dp for part in arrangement.parts)), self.model.job.global_batch
+        sizes = self.model.job.training.microbatch or [replicas * size for size in range(1, MOST_SAMPLES + 1)]
         sizes = [
             size for size in sizes if size % replicas == 0 and batch % size == 0 and batch // size <= MOST_MICROBATCHES
         ]
@@ -155,13 +146,13 @@ class _JobSearch:
 
     def _schedules(self, main: GridPart) -> Iterator[tuple[str, tuple[int, ...]]]:
         """The schedules of the module with the loss, and the places of its stages."""
-        training = self.job.training
+        training = self.model.job.training
         allowed = set(training.schedules)
-        if main.pp == 1 or len(self.job.graph.sinks) > 1:
+        if main.pp == 1 or len(self.model.job.graph.sinks) > 1:
             yield "1f1b", tuple(range(main.pp))
             return
         for chunks in sorted({1, 2, *training.chunks}):
-            if main.pp * chunks > len(self.job.module(main.module).each):
+            if main.pp * chunks > len(self.model.job.module(main.module).each):
                 continue
             for name in fitting_schedules(chunks):
                 known = SCHEDULES[name].chunks
@@ -204,7 +195,7 @@ class _JobSearch:
 
     def _leaner(self, candidate: Candidate, live: tuple[int, ...], buffers: float) -> Candidate | None:
         """The candidate with the best layouts that keep to the memory, where each stage has a position of its own."""
-        shape, room = candidate.shape, self.capacity - self.job.device.reserved - buffers
+        shape, room = candidate.shape, self.capacity - self.model.job.device.reserved - buffers
         if shape.chunks > 1 or shape.arrangement.colocated or room <= 0:
             return None
         layouts, first = [], 0
@@ -220,7 +211,7 @@ class _JobSearch:
     def _leanest(self) -> Choice | None:
         """The candidate that needs the least memory; None where no schedule and microbatch size is for any grids."""
         least, leanest = math.inf, None
-        for arrangement in sorted(arrangements(self.job, self.gpus), key=self.model.least_memory):
+        for arrangement in sorted(arrangements(self.model.job, self.gpus), key=self.model.least_memory):
             if self.model.least_memory(arrangement) >= least:
                 break
             for candidate in self.candidates(arrangement):
@@ -233,14 +224,14 @@ class _JobSearch:
 
     def _no_fit(self) -> NoFitError:
         """The bound that fails, and the nearest value that fits."""
-        if not any(True for _ in arrangements(self.job, self.gpus)):
+        if not any(True for _ in arrangements(self.model.job, self.gpus)):
             return self._too_few()
         leanest = self._leanest()
         if leanest is None:
             return NoFitError(
-                f"global_batch: no microbatch size of {self.job.global_batch} samples suits a grid and a schedule on "
-                f"{self.gpus} GPUs with at most {MOST_MICROBATCHES} microbatches; allow smaller dp, other schedules or "
-                "other sizes"
+                f"global_batch: no microbatch size of {self.model.job.global_batch} samples suits a grid and a "
+                f"schedule on {self.gpus} GPUs with at most {MOST_MICROBATCHES} microbatches; allow smaller dp, other "
+                "schedules or other sizes"
             )
         need = math.ceil(leanest.peak / 1e8) / 10
         full = max(leanest.memory, key=lambda memory: memory.total)
@@ -256,9 +247,45 @@ class _JobSearch:
         gpus = self.gpus
         while gpus < self.gpus * 4096:
             gpus *= 2
-            fitting = [arrangement.gpus for arrangement in arrangements(self.job, gpus)]
+            fitting = [arrangement.gpus for arrangement in arrangements(self.model.job, gpus)]
             if fitting:
                 return NoFitError(f"gpus is {self.gpus}; the smallest grids that the modules allow take {min(fitting)}")
         return NoFitError(
             "modules: no grids at all: their tp, cp, dp, pp and placing allow none, or no dp divides global_batch"
         )
+
+
+@checked_arguments(JobError)
+def refined(choice: GivenChoice, *, memory: Amount, ahead: Count | None = None, effort: Amount = 1.0) -> Choice:
+    """``choice`` with the best plan of its grids, layouts and microbatch size that `search` finds, if one is shorter.
+
+    Encoders, on the same ranks or on their own, fill the bubbles of the module with the loss; frozen ones run at most
+    ``ahead`` microbatches ahead of it.
+
+    Args:
+        choice: of a `Planned`, such as its winner.
+        memory: bytes of a GPU; activations get what the rest of the fullest position leaves.
+        ahead: the most microbatches that a frozen module is ahead of those that it feeds; pass it to `lower` as well.
+        effort: of the search.
+
+    Examples:
+        >>> module = ModuleCosts("language", [Layers("decoder", count=8, flops=1e12)], message="8MB", pp=[2])
+        >>> job = Job([module], global_batch=16, device=Device(4e14, memory="80GB"), links=Network("450GB", "50GB"))
+        >>> winner = plan(job, gpus=2, limit=20).winner
+        >>> refined(winner, memory=80e9, effort=0.1).step <= winner.step
+        True
+    """
+    named = choice.plan
+    found = search(
+        choice.costs,
+        max(choice.simulation.peak(), min(memory - each.total + each.activations for each in choice.memory)),
+        num_positions=named.num_positions,
+        num_microbatches=named.num_microbatches,
+        graph=named.graph,
+        placement=named.placement,
+        forward_only=[module.name for module in choice.shape.job.modules if module.frozen],
+        ahead=ahead,
+        effort=effort,
+    )
+    better = Candidate(choice.shape, "search", choice.microbatch).cost(found.plan)
+    return better if better.step < choice.step and better.peak <= max(memory, choice.peak) else choice

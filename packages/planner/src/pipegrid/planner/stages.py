@@ -19,14 +19,11 @@ from pipegrid.reshard import Side, boundary_side, collective_edges, positions_of
 
 @frozen
 class PlacedGraph:
-    """The graph of modules cut to depth, and the positions of its stages: all that a plan depends on.
-
-    ``held``: per position, its stages.
-    """
+    """The graph of modules cut to depth, and the positions of its stages: all that a plan depends on."""
 
     graph: ModuleGraph
     placement: tuple[tuple[int, ...], ...]
-    held: tuple[tuple[int, ...], ...]
+    held: tuple[tuple[int, ...], ...]  # per position, its stages
 
 
 @cache
@@ -50,15 +47,12 @@ def placed_graph(
 
 @frozen(slots=False, eq=False)
 class Shape:
-    """An arrangement cut into stages, for microbatches of any size under any schedule.
-
-    ``places``: the pp rank of each stage of the last module. ``layouts``: of each module; by default the balanced ones.
-    """
+    """An arrangement cut into stages, for microbatches of any size under any schedule."""
 
     model: CostModel
     arrangement: Arrangement
-    places: tuple[int, ...]
-    layouts: tuple[PipelineParallelLayerLayout, ...] = field()
+    places: tuple[int, ...]  # the pp rank of each stage of the last module
+    layouts: tuple[PipelineParallelLayerLayout, ...] = field()  # of each module; by default the balanced ones
 
     @layouts.default
     def _balanced(self) -> tuple[PipelineParallelLayerLayout, ...]:
@@ -115,10 +109,7 @@ class Shape:
 
     @cached_property
     def times(self) -> list[Times]:
-        """Seconds of F, I and W of each stage for one sample of a microbatch, shared by its ranks.
-
-        A boundary of modules that share ranks belongs to its source.
-        """
+        """Seconds of F, I and W of each stage for one sample; a boundary on shared ranks is its source's."""
         found = [stage.times for stage in self.stages]
         for edge, seconds in self._collectives.items():
             f, i, w = found[edge.source]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Mapping
 from itertools import combinations, groupby
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -20,8 +20,7 @@ Sharding: TypeAlias = Literal["none", "optimizer", "parameters"]
 What: TypeAlias = Literal["parameters", "optimizer"]
 PIECES: tuple[What, ...] = get_args(What)
 
-MOST_PAIRS = 500_000
-"""Pairs that are examined one by one, at most."""
+MOST_PAIRS = 500_000  # pairs that are examined one by one, at most
 
 
 @frozen
@@ -100,7 +99,16 @@ def survivable(
             down[grid.place(rank, "pp")].add(grid.place(rank, "dp"))
         lost += [(name, position) for position, replicas in sorted(down.items()) if len(replicas) == grid.length("dp")]
         for rank in own:
-            pieces += _pieces(name, grid, rank, gone, sharding, buddy=buddy)
+            peers = grid.group_of(rank, "dp") if "dp" in grid.axes else ()
+            peer = next((one for one in peers if one not in gone), None)
+            copy = buddy_of(grid, rank) if buddy else None
+            for what in PIECES:
+                divided = sharding in {what, "parameters"}
+                holder = copy if divided else peer
+                if holder is None or holder in gone:
+                    pieces.append(Piece(rank, name, what, "checkpoint", None))
+                else:
+                    pieces.append(Piece(rank, name, what, "buddy" if divided else "peer", holder))
     return Survival(tuple(sorted(gone)), tuple(lost), () if lost else tuple(pieces))
 
 
@@ -110,20 +118,20 @@ def survivable_table(grids: Mapping[str, Grid], *, sharding: Sharding = "none", 
     The columns: replicas of the position; ranks that compute only together, and stop with a dead one; where the dead
     one's parameters and optimizer states are; whether the others go on.
     """
-    rows: list[tuple[str, int, int, tuple[str, ...]]] = []
+    cells: dict[tuple[str, int], tuple[str, ...]] = {}
     for name, grid in grids.items():
         positions = {grid.place(rank, "pp"): rank for rank in reversed(grid.ranks)}  # with the first rank of each
+        together = grid.size // (grid.length("pp") * grid.length("dp"))
         for position, rank in sorted(positions.items()):
             found = survivable({name: grid}, (rank,), sharding=sharding, buddy=buddy)
             sources = {piece.what: f"a {piece.source}" for piece in found.pieces}
-            together = grid.size // (grid.length("pp") * grid.length("dp"))
-            cells = str(grid.length("dp")), str(together), *(sources.get(what, "a checkpoint") for what in PIECES)
-            cells = *cells, "go on" if found.survives else "restart"
-            if rows and (rows[-1][0], rows[-1][3]) == (name, cells):
-                rows[-1] = (name, rows[-1][1], position, cells)
-            else:
-                rows.append((name, position, position, cells))
-    named = [(name, str(first) if first == last else f"{first} to {last}", *cells) for name, first, last, cells in rows]
+            from_where = [sources.get(what, "a checkpoint") for what in PIECES]
+            others = "go on" if found.survives else "restart"
+            cells[name, position] = (str(grid.length("dp")), str(together), *from_where, others)
+    named = []
+    for (name, row), run in groupby(cells, key=lambda place: (place[0], cells[place])):
+        places = [position for _, position in run]
+        named.append((name, str(places[0]) if len(places) == 1 else f"{places[0]} to {places[-1]}", *row))
     headings = ("module", "position", "replicas", "stop together", "parameters from", "optimizer from", "the others")
     return text_table(headings, named, right=(2, 3))
 
@@ -135,21 +143,6 @@ def buddy_of(grid: Grid, rank: int) -> int | None:
         return None
     coords = grid.coords(rank)
     return grid.rank_at(coords | {"dp": (coords["dp"] + 1) % replicas})
-
-
-def _pieces(
-    name: str, grid: Grid, rank: int, gone: Collection[int], sharding: Sharding, *, buddy: bool
-) -> Iterator[Piece]:
-    peers = grid.group_of(rank, "dp") if "dp" in grid.axes else ()
-    peer = next((one for one in peers if one not in gone), None)
-    copy = buddy_of(grid, rank) if buddy else None
-    for what in PIECES:
-        divided = sharding in {what, "parameters"}
-        holder = copy if divided else peer
-        if holder is None or holder in gone:
-            yield Piece(rank, name, what, "checkpoint", None)
-        else:
-            yield Piece(rank, name, what, "buddy" if divided else "peer", holder)
 
 
 @frozen
@@ -185,10 +178,10 @@ def count_survivable(
     ranks = sorted(set().union(*(grid.ranks for grid in grids.values())))
     groups = [tuple(group) for _, group in groupby(ranks, key=lambda rank: rank // unit)]
     options: dict[str, Any] = {"sharding": sharding, "buddy": buddy}
-    units = [_FailureUnit.of(grids, group) for group in groups if survivable(grids, group, **options).survives]
+    units = [_failure_unit(grids, group) for group in groups if survivable(grids, group, **options).survives]
     near: dict[tuple[str, int], list[int]] = defaultdict(list)
-    for index, one in enumerate(units):
-        for where in one.replicas:
+    for index, (_, stopped, _) in enumerate(units):
+        for where in stopped:
             near[where].append(index)
     close = sum(len(indices) * (len(indices) - 1) // 2 for indices in near.values())
     pairs = None
@@ -199,29 +192,24 @@ def count_survivable(
     return Counts(len(units), len(groups), pairs, len(groups) * (len(groups) - 1) // 2)
 
 
-@frozen
-class _FailureUnit:
-    """Ranks that die together; ``replicas`` that they stop, by module and position; ``buddies`` of their shards."""
+_FailureUnit: TypeAlias = tuple[frozenset[int], Mapping[tuple[str, int], set[int]], set[int | None]]
+"""Ranks that die together; the replicas that they stop, by module and position; the buddies of their shards."""
 
-    ranks: frozenset[int]
-    replicas: dict[tuple[str, int], frozenset[int]]
-    buddies: frozenset[int | None]
 
-    @classmethod
-    def of(cls, grids: Mapping[str, Grid], ranks: tuple[int, ...]) -> _FailureUnit:
-        stopped: dict[tuple[str, int], set[int]] = defaultdict(set)
-        buddies = set()
-        for name, grid in grids.items():
-            for rank in ranks:
-                if rank in grid.ranks:
-                    stopped[name, grid.place(rank, "pp")].add(grid.place(rank, "dp"))
-                    buddies.add(buddy_of(grid, rank))
-        return cls(frozenset(ranks), {where: frozenset(down) for where, down in stopped.items()}, frozenset(buddies))
+def _failure_unit(grids: Mapping[str, Grid], ranks: tuple[int, ...]) -> _FailureUnit:
+    stopped: dict[tuple[str, int], set[int]] = defaultdict(set)
+    buddies = set()
+    for name, grid in grids.items():
+        for rank in set(ranks).intersection(grid.ranks):
+            stopped[name, grid.place(rank, "pp")].add(grid.place(rank, "dp"))
+            buddies.add(buddy_of(grid, rank))
+    return frozenset(ranks), stopped, buddies
 
 
 def _conflict(grids: Mapping[str, Grid], a: _FailureUnit, b: _FailureUnit, *, divided: bool) -> bool:
     """Whether two units, each survived alone, have all replicas of a position, or a shard and its copy."""
-    for where in a.replicas.keys() & b.replicas.keys():
-        if len(a.replicas[where] | b.replicas[where]) == grids[where[0]].length("dp"):
+    (ranks_a, stopped_a, buddies_a), (ranks_b, stopped_b, buddies_b) = a, b
+    for where in stopped_a.keys() & stopped_b.keys():
+        if len(stopped_a[where] | stopped_b[where]) == grids[where[0]].length("dp"):
             return True
-    return divided and not (a.buddies.isdisjoint(b.ranks) and b.buddies.isdisjoint(a.ranks))
+    return divided and not (buddies_a.isdisjoint(ranks_b) and buddies_b.isdisjoint(ranks_a))

@@ -89,7 +89,8 @@ def what_if(
     count = plan.num_microbatches if microbatches is None else microbatches
     reproduced = simulate(plan, costs)
     computes = _other(plan, schedule, pp, chunks, count)
-    if unmeasured := _unmeasured(plan, computes):
+    untrained = [*computes.forward_only] if computes.graph == plan.graph else []  # cut anew, all stages have backwards
+    if unmeasured := [stage for stage in plan.forward_only if stage not in untrained]:
         raise JobError(
             f"schedule {schedule!r} runs backwards of stages {unmeasured}, which the recorded step did not; record a "
             "training step"
@@ -99,18 +100,8 @@ def what_if(
         costs = evolve(costs, latency=mean(hops), REDUCE=_most(costs.REDUCE), COLLECTIVE=_most(costs.COLLECTIVE))
         costs = costs.cut_into(computes.num_stages, slices=plan.num_positions)
     made = lower(computes, collectives={edge: group.name for group in plan.groups for edge in group.edges})
-    return WhatIf(
-        recording,
-        max(ends) - min(starts),
-        reproduced,
-        simulate(made, _scaled(costs, plan.num_microbatches / count)),
-    )
-
-
-def _unmeasured(plan: Plan, computes: Plan) -> list[int]:
-    """Stages of ``plan`` without a recorded backward where ``computes`` has one; cut anew, all of its stages have."""
-    same = computes.graph == plan.graph
-    return [stage for stage in plan.forward_only if not (same and stage in computes.forward_only)]
+    scaled = _scaled(costs, plan.num_microbatches / count)
+    return WhatIf(recording, max(ends) - min(starts), reproduced, simulate(made, scaled))
 
 
 def _most(cost: float | Sequence[float]) -> float:
@@ -119,13 +110,11 @@ def _most(cost: float | Sequence[float]) -> float:
 
 def _scaled(costs: Costs, factor: float) -> Costs:
     """The costs of microbatches that are ``factor`` times as large."""
-    names = ("F", "I", "W", "B", "activation")
-    values: dict[str, Any] = {name: getattr(costs, name) for name in names}
-    scaled: dict[str, Any] = {
-        name: tuple(one * factor for one in value) if isinstance(value, tuple) else value * factor
-        for name, value in values.items()
-        if value is not None
-    }
+    scaled: dict[str, Any] = {}
+    for name in ("F", "I", "W", "B", "activation"):
+        value = getattr(costs, name)
+        if value is not None:
+            scaled[name] = tuple(one * factor for one in value) if isinstance(value, tuple) else value * factor
     return evolve(costs, **scaled)
 
 

@@ -15,10 +15,7 @@ from pipegrid.stages.errors import (
     CutError as CutError,
 )
 from pipegrid.checkpoint.errors import CheckpointMismatchError as CheckpointMismatchError
-from pipegrid.training.errors import (
-    GenerationError as GenerationError,
-    RestartError as RestartError,
-)
+from pipegrid.training.errors import GenerationError as GenerationError, RestartError as RestartError
 
 if TYPE_CHECKING:
     from pipegrid.checkpoint import (

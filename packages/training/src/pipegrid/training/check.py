@@ -40,27 +40,27 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--proof-only", action="store_true", help="compare no numbers: for a config of any size")
     given = parser.parse_args(arguments)
     try:
-        return _run(given)
+        maker = _maker(given.model, given.kind)
+
+        def make() -> nn.Module:
+            torch.manual_seed(given.seed)
+            return maker()
+
+        whole = whole_of(make)
+        batch = _named(given.batch)() if given.batch else batch_for(whole)
+        names = Names(given.layers) if given.layers else None
+        proof = prove_cut(whole, given.layout, batch, names=names)
+        if given.proof_only or not proof.holds:
+            print(proof)  # noqa: T201
+        proof.require()
+        if not given.proof_only:
+            dtype = getattr(torch, given.dtype) if given.dtype else None
+            print(check_stages(make, given.layout, batch, names=names, carry=given.carry, dtype=dtype))  # noqa: T201
     except CutError as error:
         print(error)  # noqa: T201
         return DIFFERENT
     except (argparse.ArgumentTypeError, LayoutError, OSError) as error:
         parser.exit(USAGE, f"{error}\n")
-
-
-def _run(given: argparse.Namespace) -> int:
-    make = _seeded(_maker(given.model, given.kind), given.seed)
-    whole = whole_of(make)
-    batch = _named(given.batch)() if given.batch else batch_for(whole)
-    names = Names(given.layers) if given.layers else None
-    proof = prove_cut(whole, given.layout, batch, names=names)
-    if given.proof_only or not proof.holds:
-        print(proof)  # noqa: T201
-    proof.require()
-    if given.proof_only:
-        return 0
-    dtype = getattr(torch, given.dtype) if given.dtype else None
-    print(check_stages(make, given.layout, batch, names=names, carry=given.carry, dtype=dtype))  # noqa: T201
     return 0
 
 
@@ -94,24 +94,11 @@ def _named(text: str) -> Callable[[], Any]:
     return found  # type: ignore[no-any-return]
 
 
-def _seeded(make: Callable[[], nn.Module], seed: int) -> Callable[[], nn.Module]:
-    def made() -> nn.Module:
-        torch.manual_seed(seed)
-        return make()
-
-    return made
-
-
 def batch_for(model: nn.Module) -> dict[str, Any]:
     """Two samples: texts with padding on the right, images, or sounds, and labels where the model takes them.
 
-    Of a model of images and texts, two texts.
-
-    Args:
-        model: may be on the meta device.
-
-    Raises:
-        CutError: no model of Hugging Face, or inputs of another kind.
+    Of a model of images and texts, two texts. The model may be on the meta device; one that is not of Hugging Face, or
+    has inputs of another kind, is a `CutError`.
     """
     config, main = getattr(model, "config", None), getattr(model, "main_input_name", None)
     accepted = set(inspect.signature(model.forward).parameters)

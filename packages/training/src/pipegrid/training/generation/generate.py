@@ -86,7 +86,9 @@ def generate(
         forward_only=True,
         collect_non_loss_data=True,
     )
-    with _kv_caches(own, num_microbatches, max_new_tokens), evaluating(model):
+    each = range(num_microbatches)
+    caches = [[kv_cache_of(one.whole, one.assignment, one.number, max_new_tokens) for _ in each] for one in own]
+    with _holding(own, "kv_caches", caches), evaluating(model):
         logits = step(
             forward_step_func=_choosing(forward_step_func, own),
             data_iterator=data_iterator,
@@ -114,7 +116,10 @@ def _go_on(
     texts.append(logits)
     alone = graph is None or len(graph.modules) == 1
     part = communicator if graph is None or alone else ModulePart(as_communicator(communicator), name, graph)
-    with contextlib.nullcontext() if alone else _unmonitored(texts.stages):
+    configs = [stage.config for stage in texts.stages]
+    if not alone:  # the job's monitor waits for all its ranks, and those of other modules take no further steps
+        configs = [evolve(one, monitor=None) if isinstance(one, PipelineConfig) else one for one in configs]
+    with _holding(texts.stages, "config", configs):
         for _ in range(passes):
             if texts.ended:
                 break
@@ -149,29 +154,16 @@ def _stages_of(model: Any, module: str | None, communicator: Communicator) -> tu
 
 
 @contextlib.contextmanager
-def _kv_caches(stages: Sequence[Stage], microbatches: int, new: int) -> Iterator[None]:
-    """Give each stage a KV cache of every microbatch, and take it away."""
-    for stage in stages:
-        stage.kv_caches = [kv_cache_of(stage.whole, stage.assignment, stage.number, new) for _ in range(microbatches)]
+def _holding(held: Sequence[Any], name: str, values: Sequence[Any]) -> Iterator[None]:
+    """Attribute ``name`` of each of ``held`` has these values, and at the end those of before."""
+    before = [getattr(one, name) for one in held]
     try:
+        for one, value in zip(held, values, strict=True):
+            setattr(one, name, value)
         yield
     finally:
-        for stage in stages:
-            stage.kv_caches = None
-
-
-@contextlib.contextmanager
-def _unmonitored(stages: Sequence[Stage]) -> Iterator[None]:
-    """Without the job's monitor, which waits for all its ranks: those of other modules take no further steps."""
-    configs = [stage.config for stage in stages]
-    for stage, config in zip(stages, configs, strict=True):
-        if isinstance(config, PipelineConfig):
-            stage.config = evolve(config, monitor=None)
-    try:
-        yield
-    finally:
-        for stage, config in zip(stages, configs, strict=True):
-            stage.config = config
+        for one, value in zip(held, before, strict=True):
+            setattr(one, name, value)
 
 
 @contextlib.contextmanager
@@ -180,14 +172,10 @@ def evaluating(model: Any) -> Iterator[None]:
     models = flat(model)[1]
     held = [module for one in models for module in one.modules()]
     held += [module.whole for module in held if isinstance(module, Stage)]  # no submodule
-    modes = [module.training for module in held]
-    for one in models:
-        one.eval()
-    try:
+    with _holding(held, "training", [module.training for module in held]):
+        for one in models:
+            one.eval()
         yield
-    finally:
-        for module, mode in zip(held, modes, strict=True):
-            module.training = mode
 
 
 def _choosing(forward_step_func: Callable[..., Any], own: Sequence[Stage]) -> Callable[..., Any]:

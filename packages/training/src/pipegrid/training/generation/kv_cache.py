@@ -18,28 +18,16 @@ from pipegrid.training.errors import GenerationError
 
 @define(eq=False)
 class KVCache:
-    """The KV cache of one microbatch on one stage, and what else the next pass needs of the ones before.
+    """The KV cache of one microbatch on one stage, and what else the next pass needs of the ones before."""
 
-    Attributes:
-        cache: Hugging Face's, with entries for all layers of the model; only those of the stage are filled.
-        argument: of the model's forward, for ``cache``.
-        own: the entries of the stage's own layers, by the name of the layer.
-        whole: the model's tree on the stage.
-        new: tokens that are generated at most.
-        mask: ``[batch, length]``, 1 where a token counts; None before the first pass.
-        flags: arguments of the first pass that are no tensors; further passes have them as well.
-        others: the entries of kinds that no layer of the stage has, which count tokens alone: the model may make masks
-            by them for layers that read the keys of others.
-    """
-
-    cache: Any
-    argument: str
-    own: dict[str, Any]
-    whole: nn.Module
-    new: int
-    mask: Tensor | None = None
-    flags: dict[str, Any] = field(factory=dict)
-    others: Sequence[Any] = ()
+    cache: Any  # Hugging Face's, with entries for all layers of the model; only those of the stage are filled
+    argument: str  # of the model's forward, for `cache`
+    own: dict[str, Any]  # the entries of the stage's own layers, by the name of the layer
+    whole: nn.Module  # the model's tree on the stage
+    new: int  # tokens that are generated at most
+    others: Sequence[Any]  # of kinds that no layer here has: they count tokens alone, for masks that the model makes
+    mask: Tensor | None = None  # [batch, length], 1 where a token counts; None before the first pass
+    flags: dict[str, Any] = field(factory=dict)  # arguments of the first pass that are no tensors, for further ones
     _passed: int = field(default=0, init=False)  # tokens of the pass before
 
     def inputs(self, given: dict[str, Any], batch: int, length: int, device: torch.device) -> dict[str, Any]:
@@ -69,14 +57,8 @@ class KVCache:
             self.flags = {name: value for name, value in given.items() if isinstance(value, (bool, int, float, str))}
         self.mask, self._passed = mask, length
         positions = (mask.long().cumsum(-1) - 1).clamp(min=0)[:, -length:]
-        return {
-            "position_ids": positions,
-            **self.flags,
-            **given,
-            "attention_mask": mask,
-            self.argument: self.cache,
-            "use_cache": True,
-        }
+        inputs = {"position_ids": positions, **self.flags, **given, "attention_mask": mask}
+        return inputs | {self.argument: self.cache, "use_cache": True}
 
 
 def kv_cache_of(whole: nn.Module, assignment: Assignment, stage: int, new: int) -> KVCache:
@@ -86,15 +68,13 @@ def kv_cache_of(whole: nn.Module, assignment: Assignment, stage: int, new: int) 
     another stage, which stays empty, is an own layer's of the same kind (full or sliding), where there is one. Else it
     counts tokens.
     """
-    config = getattr(whole, "config", None)
+    config, kind = getattr(whole, "config", None), type(whole).__name__
     if config is None or len(assignment.lists) != 1:
         has = "no config" if config is None else "an encoder and a decoder"
-        raise GenerationError(f"{type(whole).__name__} has {has}; generate() runs Hugging Face's decoders")
+        raise GenerationError(f"{kind} has {has}; generate() runs Hugging Face's decoders")
     can_generate = getattr(whole, "can_generate", None)
     if can_generate is not None and not can_generate():
-        raise GenerationError(
-            f"{type(whole).__name__} has no next token (its can_generate() is False); cut a ...ForCausalLM"
-        )
+        raise GenerationError(f"{kind} has no next token (its can_generate() is False); cut a ...ForCausalLM")
     try:
         argument = cache_name(whole)
         if argument is not None:
@@ -103,12 +83,11 @@ def kv_cache_of(whole: nn.Module, assignment: Assignment, stage: int, new: int) 
         raise GenerationError(str(error)) from error
     if argument is None:
         raise GenerationError(
-            f"the forward of {type(whole).__name__} takes no past_key_values or cache; generate() keeps keys and "
-            "values alone"
+            f"the forward of {kind} takes no past_key_values or cache; generate() keeps keys and values alone"
         )
     if any(hasattr(module, "get_rope_index") for module in whole.modules()):
         raise GenerationError(
-            f"{type(whole).__name__} makes positions of several axes (get_rope_index), and generate() counts tokens; "
+            f"{kind} makes positions of several axes (get_rope_index), and generate() counts tokens; "
             "generate with the whole model, from exported weights"
         )
     states = other_states(whole, assignment.layers, config)
@@ -129,4 +108,4 @@ def kv_cache_of(whole: nn.Module, assignment: Assignment, stage: int, new: int) 
             others.append(entry)
         elif layer not in own:
             cache.layers[assignment.layers.index(layer)] = alike
-    return KVCache(cache, argument, own, whole, new, others=others)
+    return KVCache(cache, argument, own, whole, new, others)

@@ -26,8 +26,6 @@ CALLS = ("step", "evaluate", "clip")
 """Methods of a `Pipeline`. Each has an all-reduce over the job, of one layout, in which it has a mark."""
 
 _LOOK_SECONDS, _POLL_SECONDS = 0.2, 0.005
-
-
 _MARKS = {call: [float(call == each) for each in CALLS] for call in CALLS}
 _NOTHING = [0.0] * len(NAMES)
 
@@ -41,15 +39,7 @@ def beginning(call: str, counts: Sequence[float] = (), *, ready: bool = False, f
 
 
 def require_one_call(call: str, sums: Sequence[float]) -> None:
-    """Raise where ranks have met that are in different calls, such as one more `evaluate` than others.
-
-    Args:
-        call: of this rank.
-        sums: over the ranks of what `beginning` returns, or the end of that.
-
-    Raises:
-        DisagreementError: on every rank that has come.
-    """
+    """Raise a `DisagreementError` where ``sums``, of `beginning` or its end, have marks of others than ``call``."""
     marks = dict(zip(CALLS, sums[-len(CALLS) - 2 : -2], strict=True))
     if sum(marks.values()) > marks[call]:
         others = [f"{each}()" for each, mark in marks.items() if mark and each != call]
@@ -68,26 +58,15 @@ def sums_of(microbatches: Sequence[Microbatch]) -> list[float]:
 
 @define(eq=False)
 class CallMeeting:
-    """The meeting of a job's ranks in a call: one sum over them, which is waited for when it matters.
+    """The meeting of a job's ranks in a call: one sum over them, which is waited for when it matters."""
 
-    Attributes:
-        call: of `CALLS`.
-        device: of the numbers.
-        group: all ranks of the job; None is the default group.
-        waiting: how they are waited for.
-        again: the `gather` of an earlier meeting of the group, whose memory is used again.
-        gather: what adds them up over gloo; None: an all-reduce does.
-        sums: over the ranks of what `beginning` returns, with what `start` was given in place of its counts, once they
-            have been waited for.
-    """
-
-    call: str
+    call: str  # of `CALLS`
     device: torch.device
-    group: dist.ProcessGroup | None
+    group: dist.ProcessGroup | None  # all ranks of the job; None is the default group
     waiting: Waiting
-    again: SmallAllGather | None = None
-    gather: SmallAllGather | None = field(default=None, init=False)
-    sums: Tensor = field(init=False)
+    again: SmallAllGather | None = None  # the `gather` of an earlier meeting of the group, whose memory is used again
+    gather: SmallAllGather | None = field(default=None, init=False)  # over gloo; elsewhere an all-reduce adds up
+    sums: Tensor = field(init=False)  # of all rows (`beginning`), with what `start` was given; once waited for
     _wait: Callable[[], list[float] | None] | None = field(default=None, init=False)
     _started: bool = field(default=False, init=False)
 
@@ -98,10 +77,8 @@ class CallMeeting:
     def start(self, told: Sequence[float] | Tensor = (), *, ready: bool = False, failed: bool = False) -> None:
         """Start to add up what this rank tells, such as the counts of microbatches whose loss it has (`sums_of`).
 
-        Args:
-            told: at most as many numbers as `NAMES`, on the host or as a float64 tensor.
-            ready: see `ready`.
-            failed: this rank has failed before it had anything to tell.
+        ``told``: at most as many numbers as `NAMES`, on the host or as a float64 tensor; ``ready``: makes `ready` true
+        on all ranks; ``failed``: this rank has failed before it had anything to tell.
         """
         if self.gather is None:
             self.expect()
@@ -118,12 +95,7 @@ class CallMeeting:
         self._wait = partial(all_reduce(self.sums, self.group), self.waiting)
 
     def wait(self) -> None:
-        """Wait for the others; the host reads what they do where it is on it.
-
-        Raises:
-            DisagreementError: as `require_one_call`.
-            JobFailedError: a rank has failed before it had anything to tell.
-        """
+        """Wait for the others; on the host raises as `require_one_call`, or `JobFailedError` where one had failed."""
         if self._wait is not None:
             wait, self._wait = self._wait, None
             numbers = wait()
@@ -160,7 +132,7 @@ class CallMeeting:
 
     @property
     def ready(self) -> bool:
-        """Whether any rank was; the host waits for it."""
+        """Whether any rank has said so in `start`; the host waits for it."""
         self.wait()
         return bool(self.sums[-2] > 0)
 
@@ -175,19 +147,14 @@ is 1; and the `Weight`."""
 
 @define(eq=False)
 class StepCounts:
-    """The counts of all microbatches of a step, on all replicas."""
+    """The counts of all microbatches of a step, on all replicas: known, or added up in a meeting."""
 
-    _totals: Tensor | None = None  # by rule, float64; None where they are those of the meeting, or not asked for
     _meeting: CallMeeting | None = None
+    _totals: Tensor | None = None  # by rule, float64; None where they are those of the meeting, or not asked for
     _numbers: list[float] | None = None
     _device: torch.device | None = None
     of_means: dict[tuple[int, float, torch.dtype], OfMean] = field(factory=dict, init=False)
     """What `of_mean` has returned: most microbatches of a step count the same."""
-
-    @classmethod
-    def told(cls, meeting: CallMeeting) -> StepCounts:
-        """The counts that the ranks add up in a meeting."""
-        return cls(meeting=meeting)
 
     @classmethod
     def known(cls, counts: Sequence[float], number: int, device: torch.device) -> StepCounts:

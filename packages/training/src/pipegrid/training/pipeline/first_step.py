@@ -1,67 +1,46 @@
 """The first step of a job against one process: its loss, gradients and buffers, with the script's own loss and batch.
 
-The proof of a cut and `check_stages` compare stages with the model. What a job adds to them (how it cuts the batch,
-weighs losses, seeds forwards, keeps modes, names and ties) is in no stage; so the first rank of the job does the step
-again, as one process would, with the values that the ranks had, and each rank compares its gradients. Of several
-modules it runs the whole of each; of tensor-parallel ones the parts are put together.
+What a job adds to its stages (how it cuts the batch, weighs losses, seeds forwards, keeps modes, names and ties) is in
+none of them; so the first rank does the step again, as one process would, with the values that the ranks had, and each
+rank compares its gradients. Of several modules it runs the whole of each; tensor-parallel parts are put together.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter, itemgetter
 from typing import Any
 
+import attrs
 import torch
 from attrs import define, field
 from torch import Tensor, nn
 
-from pipegrid.bridges import EdgeOptions
-from pipegrid.core.graph import ModuleGraph
 from pipegrid.gradients.dtensors import is_dtensor, mesh_ranks
-from pipegrid.schedules import PipelineConfig
 from pipegrid.stages import Stage
 from pipegrid.stages.comparison.chain import at_layers
 from pipegrid.stages.comparison.compare import Compared, compared, compared_gradients
-from pipegrid.stages.errors import CutError, few
-from pipegrid.stages.generators import capture_torch
+from pipegrid.stages.generators import States, capture_torch
 from pipegrid.topology import replica_of
-from pipegrid.training.pipeline.exchange import RankExchange, described
+from pipegrid.training.pipeline.exchange import RankExchange, as_plain, first_with, not_of_one_process, of_plain
 from pipegrid.training.pipeline.microbatches import Microbatch, Share, microbatch
-from pipegrid.training.pipeline.modules import PipelineModule
+from pipegrid.training.pipeline.modules import JobSetup
 from pipegrid.training.pipeline.one_process import Draws, Given, OneProcess, Right, are_equal, cut_of
-from pipegrid.training.pipeline.parts import as_plain, of_plain
-from pipegrid.training.pipeline.rows import Rows
 
-LARGEST = 20_000_000
-"""Parameters of a model whose first step is compared without being asked."""
-
-_SHOWN = 6
+LARGEST = 20_000_000  # parameters of a model whose first step is compared without being asked
 
 
 @define(eq=False)
 class FirstStep:
-    """A comparison of the first step of a job; every rank makes one, and calls it as the others do.
+    """A comparison of the first step of a job; every rank makes one, and calls it as the others do."""
 
-    Attributes:
-        stages: of this rank, by module.
-        process: the whole models.
-        ranks: of the job.
-        named: the parameters to train by the names that the script has for them; of several modules, behind theirs.
-        replica: whose batch this rank reads.
-        shares: by module of this rank, which part of a microbatch it has.
-    """
-
-    stages: Mapping[str, Sequence[Any]]
-    process: OneProcess
+    job: JobSetup
     ranks: RankExchange
-    named: Callable[[], Iterable[tuple[str, nn.Parameter]]]
-    replica: int
-    shares: Mapping[str, Share]
+    process: OneProcess
     _modes: dict[str, bool] = field(init=False)
     _draws: dict[tuple[str, int], list[Draws]] = field(factory=dict, init=False)  # by module and stage, of microbatches
-    _compares: bool = field(default=False, init=False)
-    _given: tuple[Any, list[Tensor]] = field(default=(None, []), init=False)
+    _given: Any = field(default=None, init=False)  # the batch, where this rank reads it for the others
     _buffers: dict[str, Tensor] = field(factory=dict, init=False)  # before the step
     _gradients: dict[str, Tensor | None] = field(factory=dict, init=False)  # likewise
 
@@ -69,62 +48,39 @@ class FirstStep:
         self._modes = self._modes_now()
 
     @classmethod
-    def of(
-        cls,
-        modules: Mapping[str, PipelineModule],
-        graph: ModuleGraph,
-        edges: Mapping[tuple[str, str], EdgeOptions],
-        stages: Mapping[str, Sequence[Any]],
-        config: PipelineConfig,
-        loss: Callable[[Any, Any], Any] | None,
-        rows: Rows,
-        device: torch.device,
-        named: Callable[[], Iterable[tuple[str, nn.Parameter]]],
-        replica: int,
-        shares: Mapping[str, Share],
-        replicas: int,
-    ) -> FirstStep | None:
+    def of(cls, job: JobSetup) -> FirstStep | None:
         """None, alike on all ranks, where the config says no, or a line says why."""
-        if config.check is False:
+        if job.config.check is False:
             return None
-        ranks, why = RankExchange("the first step", config, device), None
-        grids = {name: module.grid for name, module in modules.items()}
+        ranks, why = RankExchange("the first step", job.config, job.device), None
+        grids = {name: module.grid for name, module in job.modules.items()}
         sizes = [(dim, grid.dim_size(dim)) for grid in grids.values() for dim in grid.dim_names]
         others = dict.fromkeys(dim for dim, size in sizes if size > 1 and dim not in ("dp", "pp", "tp"))
-        own_axes = [
-            edge
-            for edge, one in edges.items()
-            if one.src_lanes or one.dest_lanes or one.src_placements or one.dest_placements
-        ]
-        size = _parameters(stages, len(modules), ranks)
-        if others or config.shard:
+        axes = attrgetter("src_lanes", "dest_lanes", "src_placements", "dest_placements")
+        own_axes = [edge for edge, one in job.edges.items() if any(axes(one))]
+        size = _parameters(job.stages, len(job.modules), ranks)
+        if others or job.config.shard:
             why = f"the model is divided by {' and '.join([*others] or ['shard'])}"
-        elif len(graph.sinks) > 1:
-            why = f"{' and '.join(graph.sinks)} both have a loss"
+        elif len(job.graph.sinks) > 1:
+            why = f"{' and '.join(job.graph.sinks)} both have a loss"
         elif own_axes:
             why = f"between {' and '.join(own_axes[0])} more is divided than rows"
-        elif not config.check and size > LARGEST:
+        elif not job.config.check and size > LARGEST:
             why = f"{size:,} parameters are above {LARGEST:,}, and PipelineConfig(check=True) compares any number"
         if why is not None:
             ranks.say_not_compared(why)
             return None
-        parts = {name: replica_of(grid, grid.ranks[0])[1] // replicas for name, grid in grids.items()}
-        process = OneProcess(modules, graph, edges, parts, config, loss, rows, device)
-        return cls(stages, process, ranks, named, replica, shares)
+        shares = {name: replica_of(grid, grid.ranks[0])[1] // job.replicas for name, grid in grids.items()}
+        return cls(job, ranks, OneProcess(job, shares))
 
-    @property
-    def _every(self) -> list[tuple[str, Any]]:
-        """The stages of this rank, with what is before their names."""
-        return [(self.process.prefix(name), stage) for name, held in self.stages.items() for stage in held]
-
-    def _values(self, of: Callable[..., Any], **options: Any) -> dict[str, Any]:
-        return {f"{prefix}{name}": one for prefix, stage in self._every for name, one in of(stage, **options)}
+    def _values(self, by: Callable[..., Any], **options: Any) -> dict[str, Any]:
+        return dict(self.job.read(self.job.stages.items(), by, **options))
 
     @property
     def _why_not(self) -> str | None:
         """Why this rank cannot compare its part."""
-        for name, stage in ((name, stage) for name, held in self.stages.items() for stage in held):
-            values, grid = [*stage.parameters(), *stage.buffers()], self.process.modules[name].grid
+        for name, stage in ((name, stage) for name, held in self.job.stages.items() for stage in held):
+            values, grid = [*stage.parameters(), *stage.buffers()], self.job.modules[name].grid
             if any(type(one) not in (nn.Parameter, Tensor) and not is_dtensor(one) for one in values):
                 return "parameters are of a class of their own"
             if any(len({replica_of(grid, rank) for rank in mesh_ranks(one)}) > 1 for one in values):
@@ -137,31 +93,28 @@ class FirstStep:
                 return "layers are compiled"
         return None
 
-    def _may_compare(self, why_not: str | None) -> bool:
-        """Whether no rank has a reason against it; the first that is given is said."""
-        why = next((each for each in self.ranks.plain(why_not) if each), None)
-        if why:
-            self.ranks.say_not_compared(why)
-        return why is None
-
     def begin(self, parts: Sequence[Mapping[str, Any]], batch: Any) -> bool:
         """Agree on whether the step of ``parts`` of ``batch`` is compared, and keep what it may change."""
         given = {"batch": batch, "count": len(parts)} if isinstance(batch, Mapping) else {"parts": list(parts)}
-        reads = next(iter(self.process.modules))  # as all others do
-        plain, tensors = as_plain(given if any(_is_first(stage) for stage in self.stages.get(reads, ())) else {})
-        foreign = "the batch holds objects other than tensors, arrays, numbers, texts, lists, tuples and dicts"
-        self._compares = self._may_compare(self._why_not or (foreign if plain is None else None)) and self._is_whole()
-        if self._compares:
+        reads = next(iter(self.job.modules))  # as all others do
+        tensors: list[Tensor] = []
+        foreign = None
+        try:
+            plain = as_plain(given if 0 in map(_number, self.job.stages.get(reads, ())) else {}, tensors)
+        except TypeError:
+            foreign = "the batch holds objects other than tensors, arrays, numbers, texts, lists, tuples and dicts"
+        compares = self.ranks.may_compare(self._why_not or foreign) and self._is_whole()
+        if compares:
             self._draws = {}
-            self._given = plain, [tensor.clone() for tensor in tensors]
+            self._given = of_plain(plain, (tensor.clone() for tensor in tensors))
             self._buffers = {name: one.clone() for name, one in self._values(nn.Module.named_buffers).items()}
-            self._gradients = {name: None if one.grad is None else one.grad.clone() for name, one in self.named()}
-        return self._compares
+            self._gradients = {name: None if one.grad is None else one.grad.clone() for name, one in self.job.named()}
+        return compares
 
     def _is_whole(self) -> bool:
         """Whether tensor-parallel ranks have DTensors, which can be put together; a line says where not."""
         sharded = any(map(is_dtensor, self._values(nn.Module.named_parameters).values()))
-        if not self.process.is_tensor_parallel or any(self.ranks.plain(sharded)):
+        if not self.job.is_tensor_parallel or any(self.ranks.plain(sharded)):
             return True
         self.ranks.say_not_compared(
             "tensor-parallel ranks have parts that are no DTensors: only their code knows of what"
@@ -170,14 +123,15 @@ class FirstStep:
 
     def forward(self, name: str, stage: Any, forward: Callable[[Any, Any], Any] | None, part: Microbatch) -> Any:
         """Run the next microbatch of ``stage`` of a module, and keep what it is seeded by."""
-        device, (layers, places), number = self.process.device, cut_of(stage), _number(stage)
-        seeded, draws = capture_torch(device), Draws(torch.initial_seed(), {})
-        self._draws.setdefault((name, number), []).append(draws)
+        device, (layers, places), number = self.job.device, cut_of(stage), _number(stage)
+        seeded = capture_torch(device)
+        states: dict[str, States] = {}
+        self._draws.setdefault((name, number), []).append((torch.initial_seed(), states))
 
         def act(at: str) -> None:
             now = capture_torch(device)
             if places.get(at) == number and not are_equal(now, seeded):
-                draws.states[at] = now
+                states[at] = now
 
         with at_layers(getattr(stage, "whole", stage) if layers else stage, layers, act):
             return stage(**part.inputs) if forward is None else forward(stage, part.inputs)
@@ -186,15 +140,10 @@ class FirstStep:
         """Compare the step, of ``count`` microbatches of this rank, whose mean loss over the job was ``loss``.
 
         ``attaches``: layers of this rank attach losses. Returns the largest error that rounding explains, where it was
-        compared.
-
-        Raises:
-            CutError: on every rank, where one process has other gradients, buffers or another loss.
+        compared; raises `CutError` on every rank where one process has other gradients, buffers or another loss.
         """
-        if not self._compares:
-            return None
         sliced = any(len(each) != count for each in self._draws.values())
-        if not self._may_compare("microbatches are cut into slices" if sliced else None):
+        if not self.ranks.may_compare("microbatches are cut into slices" if sliced else None):
             return None
         right = self._right(self._everything(attaches=attaches))
         if right is None:
@@ -202,126 +151,94 @@ class FirstStep:
         lines = [line for each in self.ranks.plain(self._differences(right)) for line in each]
         apart = abs(right.loss - loss.item()) > right.limit * max(abs(right.loss), right.limit)
         if lines or apart:
-            raise CutError(
-                f"the first step is not that of one process: loss {loss.item():.8g}, and {right.loss:.8g}; "
-                f"{len(lines)} gradients and buffers differ by more than {right.limit:.1g} of their norm"
-                + "".join(f"\n  {line}" for line in few(lines, _SHOWN))
-                + "\nPipelineConfig(check=False) leaves the comparison out"
-            )
+            what = f"the first step is not that of one process: loss {loss.item():.8g}, and {right.loss:.8g}"
+            more = f"gradients and buffers differ by more than {right.limit:.1g} of their norm"
+            raise not_of_one_process(f"{what}; {len(lines)} {more}", lines)
         return right.limit
 
     def _everything(self, *, attaches: bool) -> Given:
         """All that the ranks had: the model's values from the first that has each, all microbatches and their draws."""
-        plain, tensors = self._given
-        draws = [((place, number), one) for place, every in self._draws.items() for number, one in enumerate(every)]
-        states = [(where, at, kind) for where, one in draws for at, kinds in one.states.items() for kind in kinds]
-        tensors += [self._draws[place][number].states[at][kind] for (place, number), at, kind in states]
         values = self._buffers | self._values(nn.Module.named_parameters, remove_duplicate=False)
         trained = [name for name, one in values.items() if one.requires_grad]
         values = {name: _whole(one) for name, one in values.items()}
-        told = self.ranks.plain(
+        holders = first_with(self.ranks.plain([*values]))
+        told = self.ranks.nested(
             {
-                "replica": self.replica,
-                "shares": {name: share.index for name, share in self.shares.items()},
-                "batch": plain,
-                "seeds": [(*where, one.seed) for where, one in draws],
-                "states": states,
-                "tensors": [described(tensor) for tensor in tensors],
+                "replica": self.job.replica,
+                "shares": {name: share.index for name, share in self.job.shares.items()},
+                "batch": self._given,
+                "draws": [
+                    [*where, number, *one] for where, every in self._draws.items() for number, one in enumerate(every)
+                ],
                 "attaches": attaches,
-                "values": [(name, described(one)) for name, one in values.items()],
+                "values": {name: one for name, one in values.items() if holders[name] == self.ranks.rank},
                 "trained": trained,
-                "cuts": {name: cut_of(held[0]) for name, held in self.stages.items()},
+                "cuts": {name: cut_of(held[0]) for name, held in self.job.stages.items()},
                 "modes": {name: mode for name, mode in self._modes_now().items() if self._modes.get(name) != mode},
             }
         )
-        holders = {name: number for number, each in reversed([*enumerate(told)]) for name, _ in each["values"]}
-        table = [dict(told[number]["values"])[name] for name, number in holders.items()]
-        here = [values[name] if number == self.ranks.rank else None for name, number in holders.items()]
-        for number, each in enumerate(told):
-            table += each["tensors"]
-            here += tensors if number == self.ranks.rank else [None] * len(each["tensors"])
-        arrived = iter(self.ranks.tensors(table, here))
-        shared = {name: next(arrived) for name in holders}
-        batches: dict[int, list[Microbatch]] = {}
-        drawn: dict[tuple[str, int, int, int, int], Draws] = {}
-        for each in told:
-            of_batch = [next(arrived) for _ in each["tensors"][: len(each["tensors"]) - len(each["states"])]]
-            if given := of_plain(each["batch"], of_batch):
-                batches[each["replica"]] = self._microbatches(given)
-            places = {name: (name, each["replica"], share) for name, share in each["shares"].items()}
-            for (name, stage), number, seed in each["seeds"]:
-                drawn[*places[name], stage, number] = Draws(seed, {})
-            for ((name, stage), number), at, kind in each["states"]:
-                drawn[*places[name], stage, number].states.setdefault(at, {})[kind] = next(arrived).cpu()
+        rows, batches = self.job.rows, {}
+        for replica, given in ((each["replica"], each["batch"]) for each in told if each["batch"]):
+            parts = given["parts"] if "parts" in given else rows.split(given["batch"], given["count"])
+            whole = given.get("batch", {})
+            batches[replica] = [microbatch(part, Share(), self.job.device, rows) for part in (*parts, whole)]
         return Given(
-            shared,
+            {name: one for each in told for name, one in each["values"].items()},
             {name for each in told for name in each["trained"]},
             {name: mode for each in told for name, mode in each["modes"].items()},
-            [batches[replica] for replica in sorted(batches)],
+            [batch for _, batch in sorted(batches.items(), key=itemgetter(0))],
             {name: cut for each in told for name, cut in each["cuts"].items()},
-            drawn,
+            {
+                (name, each["replica"], each["shares"][name], stage, number): (seed, states)
+                for each in told
+                for name, stage, number, seed, states in each["draws"]
+            },
             any(each["attaches"] for each in told),
         )
-
-    def _microbatches(self, given: Mapping[str, Any]) -> list[Microbatch]:
-        rows, device = self.process.rows, self.process.device
-        parts = given["parts"] if "parts" in given else rows.split(given["batch"], given["count"])
-        return [microbatch(part, Share(), device, rows) for part in (*parts, given.get("batch", {}))]
 
     def _modes_now(self) -> dict[str, bool]:
         return {name: module.training for name, module in self._values(nn.Module.named_modules).items()}
 
     def _right(self, given: Given) -> Right | None:
         """The step of one process, from the first rank on all; None where that cannot run it, which it says."""
-        found: Right | None = None
-        plain: dict[str, Any] = {}
+        found: dict[str, Any] = {}
         if self.ranks.rank == 0:
             try:
-                found = self.process.step(given)
+                found = attrs.asdict(self.process.step(given), recurse=False)
             except Exception as error:  # noqa: BLE001 (told to all ranks: they wait for what is found)
-                plain = {"failed": f"{type(error).__name__}: {error}"}
-            else:
-                tables = {
-                    kind: [(name, described(one)) for name, one in getattr(found, kind).items()]
-                    for kind in ("gradients", "buffers")
-                }
-                plain = {"loss": found.loss, "limit": found.limit, **tables}
-        told = self.ranks.plain(plain, after_first=True)[0]
+                found = {"failed": f"{type(error).__name__}: {error}"}
+        told = self.ranks.nested(found, after_first=True)[0]
         if "failed" in told:
             self.ranks.say_not_compared(told["failed"])
             return None
-        if found is not None and found.cut:
-            warnings.warn(found.cut, stacklevel=2)
-        both = [*told["gradients"], *told["buffers"]]
-        here = [None] * len(both) if found is None else [*found.gradients.values(), *found.buffers.values()]
-        table = [each for _, each in both]
-        arrived = iter(self.ranks.tensors(table, here))
-        gradients = {name: next(arrived) for name, _ in told["gradients"]}
-        return Right(told["loss"], gradients, {name: next(arrived) for name, _ in told["buffers"]}, told["limit"], None)
+        right = Right(**told)
+        if right.cut and self.ranks.rank == 0:
+            warnings.warn(right.cut, stacklevel=2)
+        return right
 
     def _differences(self, right: Right) -> list[str]:
         """The differences on this rank, in words."""
         own: dict[str, Tensor | None] = {}
-        for name, one in self.named():
+        for name, one in self.job.named():
             before = self._gradients[name]
             gradient = one.grad if before is None or one.grad is None else one.grad - before
             own[name] = None if gradient is None else _whole(gradient)
-        numbers = {id(one): _number(stage) for _, stage in self._every for one in stage.parameters()}
-        stages = {name: (numbers[id(one)],) for name, one in self.named()}
+        every = [(self.job.prefix(name), stage) for name, held in self.job.stages.items() for stage in held]
+        numbers = {one: _number(stage) for _, stage in every for one in stage.parameters()}
+        stages = {name: (numbers[one],) for name, one in self.job.named()}
         found: list[Compared] = [*compared_gradients(right.gradients, own, stages)]
-        for module, held in self.stages.items():
-            prefix = self.process.prefix(module)
-            for stage in held if (self.replica, self.shares[module].index) == (0, 0) else ():
-                found += [
-                    compared(f"buffer {prefix}{name}", [_number(stage)], one, right.buffers[f"{prefix}{name}"], 0.0)
-                    for name, one in stage.named_buffers()
-                    if f"{prefix}{name}" in right.buffers
-                ]
+        first = [name for name, share in self.job.shares.items() if (self.job.replica, share.index) == (0, 0)]
+        for module, stage in ((name, stage) for name in first for stage in self.job.stages[name]):
+            found += [
+                compared(f"buffer {name}", [_number(stage)], one, right.buffers[name], 0.0)
+                for name, one in self.job.read([(module, [stage])], nn.Module.named_buffers)
+                if name in right.buffers
+            ]
         lines = [str(each) for each in found if not each.error <= right.limit]
         lines += [f"{name} in named_parameters() has no name of one process" for name in own.keys() - right.gradients]
         used = {  # the zeros of another module, of which the step uses nothing, a bridge has sent
             prefix
-            for prefix, _ in self._every
+            for prefix, _ in every
             if any(one is not None and name.startswith(prefix) for name, one in right.gradients.items())
         }
         return lines + [
@@ -350,11 +267,6 @@ def _number(stage: Any) -> int:
     return stage.number if isinstance(stage, Stage) else 0
 
 
-def _is_first(stage: Any) -> bool:
-    return _number(stage) == 0
-
-
 def _whole(tensor: Any) -> Tensor:
     """The tensor of which a DTensor is a part; all ranks of its mesh ask for it."""
-    whole: Tensor = tensor.detach().full_tensor() if is_dtensor(tensor) else tensor
-    return whole
+    return tensor.detach().full_tensor() if is_dtensor(tensor) else tensor  # type: ignore[no-any-return]

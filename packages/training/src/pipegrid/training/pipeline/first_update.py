@@ -1,9 +1,8 @@
 """The first update of a job against one process: the script's own optimizer, with all parameters and their options.
 
-The first step has compared gradients. What happens to them afterwards is the script's: it clips, it chooses options by
-name, it has an optimizer on each rank. Where its optimizers step for the first time, each rank keeps what they are
-given, the state of a checkpoint with it; with the next step, the first rank makes the same update of all parameters
-with one optimizer of each class, and every rank compares its parameters.
+What happens to gradients behind the first step is the script's: it clips, it chooses options by name, it has an
+optimizer on each rank. Each rank keeps what its optimizers are given first, the state of a checkpoint with it; with the
+next step, the first rank makes the same update of all parameters with one optimizer of each class, to compare.
 """
 
 from __future__ import annotations
@@ -21,64 +20,44 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from pipegrid.gradients.dtensors import is_dtensor
-from pipegrid.stages.errors import CutError, few
 from pipegrid.stages.generators import capture_torch, generators_as_before
-from pipegrid.training.pipeline.exchange import RankExchange, described
+from pipegrid.training.pipeline.exchange import RankExchange, first_with, not_of_one_process
 from pipegrid.training.pipeline.one_process import are_equal
 from pipegrid.transport.collectives.differences import listed
 
-_SHOWN = 6
 _SOON = 4  # steps
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 
 @frozen(eq=False)
 class _Updated:
-    """A parameter before and after an optimizer's step.
+    """A parameter before and after an optimizer's step."""
 
-    Attributes:
-        kind: the name of its class.
-        options: of the parameter's group, as plain data.
-        before: the parameter.
-        gradient: of it, as the optimizer was given it.
-        state: that the optimizer had of it, such as one of a checkpoint.
-        after: the parameter after the step.
-    """
-
-    kind: str
-    options: Mapping[str, Any]
+    kind: str  # the name of the optimizer's class
+    options: Mapping[str, Any]  # of the parameter's group, as plain data
     before: Tensor
-    gradient: Tensor | None
-    state: Mapping[str, Any]
+    gradient: Tensor | None  # as the optimizer was given it
+    state: list[list[Any]]  # names and values that the optimizer had of it, such as those of a checkpoint
     after: list[Tensor] = field(factory=list)
 
 
 @define(eq=False)
 class FirstUpdate:
-    """The updates of this rank's optimizers after a step that was compared; every rank makes one.
+    """The updates of this rank's optimizers after a step that was compared; every rank makes one."""
 
-    Attributes:
-        named: the parameters to train by the names that the script has for them.
-        ranks: of the job.
-        limit: the largest error, of a norm, that rounding explains.
-    """
-
-    named: Callable[[], Iterable[tuple[str, nn.Parameter]]]
+    named: Callable[[], Iterable[tuple[str, nn.Parameter]]]  # the parameters to train, by the script's names
     ranks: RankExchange
-    limit: float
+    limit: float  # the largest error, of a norm, that rounding explains
     _steps: int = field(default=0, init=False)
     _gradients: dict[str, Tensor] = field(factory=dict, init=False)  # of the last step
-    _updated: dict[str, _Updated] = field(factory=dict, init=False)
+    updated: dict[str, _Updated] = field(factory=dict, init=False)  # empty until an optimizer of this rank has stepped
     _optimizers: dict[str, Optimizer] = field(factory=dict, init=False)  # by class
     _inside: list[Optimizer] = field(factory=list, init=False)  # whose steps run; a class may call that of its base
     _why_not: str | None = field(default=None, init=False)
     _handles: list[Any] = field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        self._handles = [
-            register_optimizer_step_pre_hook(self._before),
-            register_optimizer_step_post_hook(self._after),
-        ]
+        self._handles = [register_optimizer_step_pre_hook(self._before), register_optimizer_step_post_hook(self._after)]
         self.keep()
 
     def keep(self) -> None:
@@ -108,76 +87,55 @@ class FirstUpdate:
             gradient = None if one.grad is None else one.grad.clone()
             if is_dtensor(one):
                 self._why_not = "parameters are sharded"
-            state = {key: _clone(value) for key, value in optimizer.state.get(one, {}).items()}
-            if names[id(one)] in self._updated:
+            held_state = optimizer.state.get(one, {}).items()
+            state = [[key, value.detach().clone() if isinstance(value, Tensor) else value] for key, value in held_state]
+            if names[id(one)] in self.updated:
                 self._why_not = f"optimizers update {names[id(one)]} twice between two steps"
-            self._updated[names[id(one)]] = _Updated(kind, options, one.detach().clone(), gradient, state)
+            self.updated[names[id(one)]] = _Updated(kind, options, one.detach().clone(), gradient, state)
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         del args, kwargs
         self._inside.pop()
         if self._inside[-1:] == [optimizer]:
             return
-        held = {id(one) for group in optimizer.param_groups for one in group["params"]}
+        held = {one for group in optimizer.param_groups for one in group["params"]}
         for name, one in self.named():
-            if id(one) in held and name in self._updated:
-                self._updated[name].after.append(one.detach().clone())
+            if one in held and name in self.updated:
+                self.updated[name].after.append(one.detach().clone())
 
     @property
     def is_soon(self) -> bool:
-        """Whether few steps have passed: the ranks then meet as a step begins, for the plainest error.
-
-        Afterwards, as where a script only measures steps, they do as it ends, in the all-reduce that it has anyhow.
-        """
+        """Whether few steps have passed: ranks then meet as a step begins, for the plainest error; later as it ends."""
         return self._steps <= _SOON
 
-    @property
-    def is_there(self) -> bool:
-        """Whether an optimizer of this rank has stepped."""
-        return bool(self._updated)
-
     def compare(self) -> None:
-        """Compare what optimizers have made of the parameters, before they step again; one of some rank has stepped.
-
-        Raises:
-            CutError: on every rank, where one process has other parameters.
-        """
-        unended = None if all(one.after for one in self._updated.values()) else "an optimizer's step has failed"
+        """Compare the update that some rank has made, before the next; a difference is a `CutError` on every rank."""
+        unended = None if all(one.after for one in self.updated.values()) else "an optimizer's step has failed"
         own = {
             "why": self._why_not or unended,
             "held": [name for name, _ in self.named()],
-            "updated": {
-                name: [one.kind, one.options, [described(each) for each in _tensors(one)], _without_tensors(one.state)]
-                for name, one in self._updated.items()
-            },
+            "updated": {name: [one.kind, one.options] for name, one in self.updated.items()},
             "scale": self._scale(),
         }
         told = self.ranks.plain(own)
         self.close()
-        why = next((each["why"] for each in told if each["why"]), None)
-        if why:
+        if why := next((each["why"] for each in told if each["why"]), None):
             self.ranks.say_not_compared(why)
             return
         lines = _otherwise(told)
         if not lines:
-            right = self._right(told)
-            if right is None:
+            if (right := self._right(told)) is None:
                 return
             own_lines = [self._difference(name, one, *right[name]) for name, one in self.named() if name in right]
-            found = self.ranks.plain([line for line in own_lines if line])
-            lines = list(dict.fromkeys(line for each in found for line in each))
+            lines = [*dict.fromkeys(line for each in self.ranks.plain(own_lines) for line in each if line)]
         if lines:
-            raise CutError(
-                "the first update is not that of one process"
-                + "".join(f"\n  {line}" for line in few(lines, _SHOWN))
-                + "\nPipelineConfig(check=False) leaves the comparison out"
-            )
+            raise not_of_one_process("the first update is not that of one process", lines)
 
     def _scale(self) -> float | None:
         """The factor of all gradients between the step and the optimizers; None: they have not one."""
         pairs = [
             (one.gradient.double(), self._gradients[name].double())
-            for name, one in self._updated.items()
+            for name, one in self.updated.items()
             if one.gradient is not None and name in self._gradients
         ]
         norm = sum(float(kept.square().sum()) for _, kept in pairs)
@@ -190,59 +148,55 @@ class FirstUpdate:
     def _right(self, told: Sequence[Mapping[str, Any]]) -> dict[str, tuple[Tensor, Tensor]] | None:
         """Parameters before and after the update of one process, on all ranks; None where it fails, which is said."""
         rank = self.ranks.rank
-        holders = {name: number for number, each in reversed([*enumerate(told)]) for name in each["updated"]}
-        forms = {name: told[number]["updated"][name] for name, number in holders.items()}
-        table = [form for _, _, tensors, _ in forms.values() for form in tensors]
-        here: list[Tensor | None] = []
-        for name, number in holders.items():
-            here += _tensors(self._updated[name]) if number == rank else [None] * len(forms[name][2])
-        every = iter(self.ranks.tensors(table, here))
-        arrived = {name: [next(every) for _ in tensors] for name, (_, _, tensors, _) in forms.items()}
-        weights = {name: nn.Parameter(before.clone()) for name, (before, *_) in arrived.items()}
-        plain: dict[str, Any] = {}
+        holders = first_with([each["updated"] for each in told])
+        own = {
+            name: [one.before, one.gradient, one.state] for name, one in self.updated.items() if holders[name] == rank
+        }
+        arrived = {name: one for each in self.ranks.nested(own) for name, one in each.items()}
+        found: dict[str, Any] = {}
         if rank == 0:
-            states = {}
-            for name, (_, gradient, *state) in arrived.items():
-                weights[name].grad = gradient
-                states[name] = _with_tensors(forms[name][3], state)
+            options = {name: told[number]["updated"][name] for name, number in holders.items()}
             try:
-                self._update(weights, {name: (kind, options) for name, (kind, options, *_) in forms.items()}, states)
+                found = {"after": self._update(options, arrived)}
             except Exception as error:  # noqa: BLE001 (told to all ranks: they wait for what is found)
-                plain = {"why": f"{type(error).__name__}: {error}"}
-        why = self.ranks.plain(plain, after_first=True)[0].get("why")
-        if why:
-            self.ranks.say_not_compared(why)
+                found = {"why": f"{type(error).__name__}: {error}"}
+        right = self.ranks.nested(found, after_first=True)[0]
+        if "why" in right:
+            self.ranks.say_not_compared(right["why"])
             return None
-        values = [one.detach() if rank == 0 else None for one in weights.values()]
-        found = self.ranks.tensors([before for _, _, (before, *_), _ in forms.values()], values)
-        return {name: (arrived[name][0], after) for name, after in zip(weights, found, strict=True)}
+        return {name: (arrived[name][0], after) for name, after in right["after"].items()}
 
-    def _update(
-        self,
-        weights: Mapping[str, nn.Parameter],
-        options: Mapping[str, tuple[str, Mapping[str, Any]]],
-        states: Mapping[str, dict[str, Any]],
-    ) -> None:
-        """One step of one optimizer of each class, with a group for each choice of options."""
-        state = capture_torch(self.ranks.device)
+    def _update(self, options: Mapping[str, Any], arrived: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Parameters after a step of one optimizer of each class, with a group for each choice of options."""
+        random, weights = capture_torch(self.ranks.device), {}
+        for name, (before, gradient, _) in arrived.items():
+            weights[name] = nn.Parameter(before.clone())
+            weights[name].grad = gradient
         for kind in dict.fromkeys(kind for kind, _ in options.values()):
             if kind not in self._optimizers:
                 raise LookupError(f"the first rank has no {kind}")
             groups: dict[str, dict[str, Any]] = {}
             for name, (of, chosen) in options.items():
                 if of == kind:
-                    group = groups.setdefault(json.dumps(chosen, sort_keys=True), {"params": [], **_of_plain(chosen)})
+                    plain = {key: tuple(value) if isinstance(value, list) else value for key, value in chosen.items()}
+                    group = groups.setdefault(json.dumps(chosen, sort_keys=True), {"params": [], **plain})
                     group["params"].append(weights[name])
             with generators_as_before():
-                optimizer = _fresh(self._optimizers[kind], [*groups.values()])
-                optimizer.state.update({weights[name]: states[name] for name in options if states[name]})
+                # One of the same class and settings, without a state, hooks or a scheduler:
+                optimizer: Optimizer = object.__new__(type(self._optimizers[kind]))
+                vars(optimizer).update({key: one for key, one in vars(self._optimizers[kind]).items() if key != "step"})
+                vars(optimizer).update({key: OrderedDict() for key in _HOOKS})
+                vars(optimizer).update(state=defaultdict(dict), param_groups=[*groups.values()])
+                states = ((weights[name], dict(state)) for name, (*_, state) in arrived.items() if state)
+                optimizer.state.update(states)
                 optimizer.step()
-                if not are_equal(capture_torch(self.ranks.device), state):
+                if not are_equal(capture_torch(self.ranks.device), random):
                     raise ValueError(f"{kind} draws random numbers")
+        return {name: one.detach() for name, one in weights.items()}
 
     def _difference(self, name: str, own: nn.Parameter, before: Tensor, right: Tensor) -> str | None:
         """In words, how a parameter differs from that of one process; where no optimizer of this rank has it, now."""
-        after = self._updated[name].after[0] if name in self._updated else own.detach()
+        after = self.updated[name].after[0] if name in self.updated else own.detach()
         rounding = 4 * torch.finfo(right.dtype).eps * float(right.double().norm())
         moved = float((right.double() - before.double()).norm())
         apart = float((after.double() - right.double()).norm())
@@ -253,11 +207,14 @@ class FirstUpdate:
 
 def _otherwise(told: Sequence[Mapping[str, Any]]) -> list[str]:
     """In words, where ranks give copies of a parameter other options, or scale gradients by a number of their own."""
-    lines, first = [], {name: each["updated"][name] for each in reversed(told) for name in each["updated"]}
+    lines, first = [], {name: one for each in reversed(told) for name, one in each["updated"].items()}
     for rank, each in enumerate(told):
         for name, one in each["updated"].items():
-            if one[:2] != first[name][:2]:
-                lines.append(f"{name}: {_apart(one, first[name])} on rank {rank} and on others")
+            if one != first[name]:
+                (kind, options), (of, others) = one, first[name]
+                keys = [key for key in {**options, **others} if options.get(key) != others.get(key)]
+                apart = ", ".join(f"{key} {options.get(key)} and {others.get(key)}" for key in keys)
+                lines.append(f"{name}: {apart if kind == of else f'{kind} and {of}'} on rank {rank} and on others")
         for name in each["held"]:
             if name in first and name not in each["updated"]:
                 others = [number for number, one in enumerate(told) if name in one["updated"]]
@@ -273,15 +230,6 @@ def _otherwise(told: Sequence[Mapping[str, Any]]) -> list[str]:
             "rank? Pipeline.clip() clips to that of all"
         )
     return lines
-
-
-def _apart(one: Sequence[Any], other: Sequence[Any]) -> str:
-    """In words, how two copies of a parameter are updated otherwise."""
-    (kind, options, *_), (of, others, *_) = one, other
-    if kind != of:
-        return f"{kind} and {of}"
-    keys = [key for key in {**options, **others} if options.get(key) != others.get(key)]
-    return ", ".join(f"{key} {options.get(key)} and {others.get(key)}" for key in keys)
 
 
 def _why_not(optimizer: Optimizer, args: Any, kwargs: Any) -> str | None:
@@ -300,35 +248,12 @@ def _why_not(optimizer: Optimizer, args: Any, kwargs: Any) -> str | None:
     return None
 
 
-def _clone(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, Tensor) else value
-
-
-def _tensors(one: _Updated) -> list[Tensor | None]:
-    """The parameter, its gradient, and what of its state are tensors."""
-    return [one.before, one.gradient, *(value for value in one.state.values() if isinstance(value, Tensor))]
-
-
-def _without_tensors(state: Mapping[str, Any]) -> list[list[Any]]:
-    """Plain data for a state: names, the devices of tensors, other values."""
-    return [
-        [key, value.device.type, None] if isinstance(value, Tensor) else [key, None, value]
-        for key, value in state.items()
-    ]
-
-
-def _with_tensors(plain: Sequence[Sequence[Any]], tensors: Sequence[Tensor]) -> dict[str, Any]:
-    """The state of `_without_tensors`."""
-    rest = iter(tensors)
-    return {key: next(rest).to(device) if device is not None else value for key, device, value in plain}
-
-
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
     """The options of a group; a learning rate may be a tensor."""
-    found = {name: value for name, value in group.items() if name not in ("params", "param_names")}
     return {
         name: value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
-        for name, value in found.items()
+        for name, value in group.items()
+        if name not in ("params", "param_names")
     }
 
 
@@ -336,15 +261,3 @@ def _is_plain(value: Any) -> bool:
     if isinstance(value, (list, tuple)):
         return all(map(_is_plain, value))
     return value is None or type(value) in (bool, int, float, str)
-
-
-def _of_plain(options: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
-
-
-def _fresh(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
-    """An optimizer of the same class and settings for other parameters, without a state, hooks or a scheduler."""
-    made: Optimizer = object.__new__(type(optimizer))
-    vars(made).update({name: value for name, value in vars(optimizer).items() if name != "step"})
-    vars(made).update({name: OrderedDict() for name in _HOOKS}, state=defaultdict(dict), param_groups=groups)
-    return made

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from pipegrid.schedules import WithLoss
 from pipegrid.schedules.errors import StageOutputError
 from pipegrid.schedules.runtime import describe
+from pipegrid.stages.generators import generators_as_before
 from pipegrid.stages.slicing.slice_batches import IGNORED
 from pipegrid.training.pipeline.counts import (
     ELEMENTS,
@@ -32,7 +33,7 @@ from pipegrid.training.pipeline.counts import (
     Weight,
 )
 from pipegrid.training.pipeline.microbatches import Microbatch
-from pipegrid.training.pipeline.parts import LossPart, asked, doubled, halves, on_host, padded_apart, zero_of
+from pipegrid.training.pipeline.parts import LossPart, doubled, halves, mapped, padded_apart, zero_of
 
 TOLD = 5
 """Sums of a step over its losses, float64: of each the loss times its weight, the weight and, if it is a sum, the
@@ -42,10 +43,11 @@ Told = Tensor | tuple[Tensor, Weight]
 Weighed = tuple[Tensor, Tensor, Told]
 """What a step function takes: the loss times its weight, the weight, and what it tells."""
 
-MicrobatchLoss = Callable[[Any, Microbatch, StepCounts], Weighed]
-"""The weighed loss of the output of a last stage."""
+MicrobatchLoss = Callable[[Any, Microbatch, StepCounts], Weighed]  # the weighed loss of the output of a last stage
 
-_ROUNDING = 1e-9
+_ROUNDING, _CLOSE = 1e-9, 1e-5
+_SUM = "Give Pipeline(loss=f), f(output, microbatch) -> (sum, count)"
+_WEIGHED = "loss returned a mean, in a step in which microbatches weigh otherwise by rows than by labels, and"
 
 
 def are_apart(sums: Sequence[float], microbatches: float) -> bool:
@@ -54,15 +56,10 @@ def are_apart(sums: Sequence[float], microbatches: float) -> bool:
 
 
 def require_mean(sums: Sequence[float], microbatches: float, *, attached: bool) -> None:
-    """Raise where the weights of a step, added up over the job, do not make the mean of one process.
+    """Raise a `StageOutputError` where the weights of a step do not make the mean of one process.
 
-    Args:
-        sums: of `Weighed`.
-        microbatches: of the job.
-        attached: a layer or a stage of the job has added a loss of its own.
-
-    Raises:
-        StageOutputError: replicas have weighed by different rules, or attached losses have another divisor.
+    Replicas have weighed by different rules; or, where a layer or a stage has ``attached`` a loss of its own, that has
+    another divisor. ``sums``: of `Weighed`, over the job.
     """
     _, weights, once, squares, number = sums
     apart = are_apart(sums, microbatches)
@@ -114,11 +111,6 @@ def sum_on_host(told: Sequence[Told]) -> list[float]:
     return sums
 
 
-def _nothing(output: Any, rule: int, counts: StepCounts) -> Weighed:
-    """The loss of a microbatch in which nothing counts."""
-    return _mean(zero_of(output), 0.0, rule, counts)
-
-
 @frozen
 class _Kind:
     """A kind of a model's own loss: a mean over labels, or over the means of rows, or with padding as zeros."""
@@ -168,11 +160,7 @@ class OwnLoss:
         self._rule: int | None = None  # by which microbatches were weighed, where that mattered
 
     def __call__(self, output: Any, microbatch: Microbatch, counts: StepCounts) -> Weighed:
-        """The mean, by the weight of what it is a mean over.
-
-        Raises:
-            StageOutputError: no loss, or a mean over what is not known.
-        """
+        """The mean, by the weight of what it is over; a `StageOutputError` without a loss, or where that is unknown."""
         loss, logits, labels = (getattr(output, "loss", None), getattr(output, "logits", None), microbatch.labels)
         if labels is None or loss is None or logits is None:
             raise StageOutputError(
@@ -181,23 +169,19 @@ class OwnLoss:
             )
         own = microbatch.counts
         if not labels[1] and (not labels[0] or bool(loss.isnan())):  # a mean over no token
-            return _nothing(logits, FOLLOWING if labels[0] else self._left[0].rule, counts)
-        if microbatch.pattern not in self._seen or self._differ(own, counts):
+            return _mean(zero_of(logits), 0.0, FOLLOWING if labels[0] else self._left[0].rule, counts)
+        if microbatch.pattern not in self._seen or not counts.alike(own, [kind.rule for kind in self._left]):
             self._compare(loss.detach(), logits.detach(), microbatch)
             if loss.requires_grad:  # an evaluation leaves to a step what no value tells
                 self._seen.add(microbatch.pattern)
                 self._tell_apart(loss, logits, microbatch, own, counts)
         rule = self._left[0].rule
-        return _mean(loss, own[rule], rule, counts) if own[rule] else _nothing(logits, rule, counts)
+        return _mean(loss, own[rule], rule, counts) if own[rule] else _mean(zero_of(logits), 0.0, rule, counts)
 
     @property
     def left(self) -> list[str]:
         """The kinds that the loss may be, by all that was seen of it."""
         return [kind.name for kind in self._left]
-
-    def _differ(self, own: Sequence[int], counts: StepCounts) -> bool:
-        """Whether a microbatch of the counts ``own`` weighs otherwise by some of the kinds that are left."""
-        return not counts.alike(own, [kind.rule for kind in self._left])
 
     def _compare(self, loss: Tensor, logits: Tensor, microbatch: Microbatch) -> None:
         """Drop the kinds of another value."""
@@ -215,7 +199,7 @@ class OwnLoss:
             raise StageOutputError(
                 f"the model's loss is {value:.6g}, and the mean cross entropy of its logits is {found or 'not defined'}"
                 f"{'' if self._left == _KINDS else f'; earlier microbatches had a mean over {before}'}: what it is a "
-                "mean over is not known. Give Pipeline(loss=f), f(output, microbatch) -> (sum, count)"
+                f"mean over is not known. {_SUM}"
             )
         self._left = left
 
@@ -223,7 +207,7 @@ class OwnLoss:
         self, loss: Tensor, logits: Tensor, microbatch: Microbatch, own: Sequence[int], counts: StepCounts
     ) -> None:
         """Drop the kinds that have one value here, and other weights, until those left weigh it alike."""
-        if not self._differ(own, counts):
+        if counts.alike(own, [kind.rule for kind in self._left]):
             return
         kinds = set(self._left)
         if len({kind.follows for kind in kinds}) > 1:  # means of logits that are alike differ in their gradients alone
@@ -243,7 +227,7 @@ class OwnLoss:
         if self._rule not in (None, rule):
             raise StageOutputError(
                 f"the model's loss is a mean over {self._left[0].name}, and earlier microbatches were weighed by "
-                f"{NAMES[self._rule or 0]}. Give Pipeline(loss=f), f(output, microbatch) -> (sum, count)"
+                f"{NAMES[self._rule or 0]}. {_SUM}"
             )
         self._rule = rule
 
@@ -258,18 +242,10 @@ def _of_gradient(loss: Tensor, logits: Tensor, microbatch: Microbatch, kinds: se
     return {kind for kind, gradient in means.items() if (gradient - found).norm() <= 1e-2 * found.norm()}
 
 
-_ABOVE = ("DivBackward0", "MulBackward0")  # by numbers
-_SELECT = ("IndexBackward0", "MaskedSelectBackward0")
-_VIEWS = (
-    "AliasBackward0",
-    "CloneBackward0",
-    "ReshapeAliasBackward0",
-    "SqueezeBackward0",
-    "ToCopyBackward0",
-    "UnsafeViewBackward0",
-    "UnsqueezeBackward0",
-    "ViewBackward0",
-)
+_ABOVE = ("Div", "Mul")  # nodes by numbers
+_SELECT = ("Index", "MaskedSelect")
+_VIEWS = ("Alias", "Clone", "ReshapeAlias", "Squeeze", "ToCopy", "UnsafeView", "Unsqueeze", "View")
+_NO_REDUCTION, _MEAN = 0, 1  # of torch's NllLoss
 
 
 def _rules_of_graph(loss: Tensor) -> set[int] | None:
@@ -281,15 +257,15 @@ def _rules_of_graph(loss: Tensor) -> set[int] | None:
     by_tokens, with_padding = {LABELS, FOLLOWING}, {ELEMENTS, FOLLOWING_ELEMENTS}
     found: set[int] | None = None
     while node is not None:
-        name = type(node).__name__
+        name = type(node).__name__.removesuffix("Backward0")
         if name.startswith("NllLoss"):
             reduction = node._saved_reduction  # noqa: SLF001 (documented: what a node has saved)
             if found is not None or reduction == _NO_REDUCTION:
                 return found if reduction == _NO_REDUCTION else None
             return by_tokens if reduction == _MEAN else by_tokens | with_padding
-        if name in ("MeanBackward0", "SumBackward0") and found is None:
-            found = with_padding if name == "MeanBackward0" else by_tokens | with_padding
-        elif found is not None and (name in _SELECT or (name == "MulBackward0" and _by_mask(node))):
+        if name in ("Mean", "Sum") and found is None:
+            found = with_padding if name == "Mean" else by_tokens | with_padding
+        elif found is not None and (name in _SELECT or (name == "Mul" and _by_mask(node))):
             found = by_tokens | with_padding
         elif name not in _VIEWS and (name not in _ABOVE or found is not None):
             return None
@@ -298,9 +274,6 @@ def _rules_of_graph(loss: Tensor) -> set[int] | None:
             return None
         node = following[0]
     return None
-
-
-_NO_REDUCTION, _MEAN = 0, 1
 
 
 def _by_mask(node: Any) -> bool:
@@ -324,11 +297,7 @@ class GivenLoss:
         self._seen: set[frozenset[str]] = set()
 
     def __call__(self, output: Any, microbatch: Microbatch, counts: StepCounts) -> Weighed:
-        """The loss, weighed among those of the step, and the one beside it.
-
-        Raises:
-            StageOutputError: another result, or a mean over what is not known.
-        """
+        """The loss, weighed among those of the step, and the one beside it; another result is a `StageOutputError`."""
         found = self._loss(output, microbatch.inputs)
         found, beside = (found.output, found.loss) if isinstance(found, WithLoss) else (found, None)
         if isinstance(found, Tensor):
@@ -345,7 +314,7 @@ class GivenLoss:
             self._rule = self._found(output, microbatch, counts)
         rule = ROWS if self._rule is None else self._rule
         if not own[rule]:
-            return _nothing(output, rule, counts)
+            return _mean(zero_of(output), 0.0, rule, counts)
         if microbatch.pattern not in self._seen:
             self._require_of_halves(output, microbatch, _rules_for(microbatch) if self._rule is None else (rule,))
             self._seen.add(microbatch.pattern)
@@ -372,19 +341,14 @@ class GivenLoss:
         parts = _apart(output, microbatch, counts)
         if parts is None:
             raise StageOutputError(
-                "loss returned a mean, in a step in which microbatches weigh otherwise by rows than by labels, and "
-                "nothing in the output has rows, by which it could be found out; return (sum, count)"
+                f"{_WEIGHED} nothing in the output has rows, by which it could be found out; return (sum, count)"
             )
         try:
-            with asked():
-                values = [self._mean_of(part) for part in parts]
+            values, means, fits = self._means(parts, _rules_for(microbatch))
         except Exception as error:
             raise StageOutputError(
-                "loss returned a mean, in a step in which microbatches weigh otherwise by rows than by labels, and has "
-                "failed with labels that were changed to find out which it is; return (sum, count)"
+                f"{_WEIGHED} has failed with labels that were changed to find out which it is; return (sum, count)"
             ) from error
-        means = {rule: _composed(values, parts, rule) for rule in _rules_for(microbatch)}
-        fits = [rule for rule, mean in means.items() if _close(mean, values[2], values)]
         if len({means[rule] for rule in fits}) == 1:
             return fits[0]
         raise StageOutputError(
@@ -397,10 +361,8 @@ class GivenLoss:
         parts = halves(output, microbatch.inputs, microbatch.rows)
         if parts is None:
             return
-        with asked():
-            values = [self._mean_of(part) for part in parts]
-        means = {rule: _composed(values, parts, rule) for rule in rules}
-        if not any(_close(mean, values[2], values) for mean in means.values()):
+        values, means, fits = self._means(parts, rules)
+        if not fits:
             raise StageOutputError(
                 f"loss returned the mean {values[2]:.6g} of a microbatch, and {values[0]:.6g} and {values[1]:.6g} of "
                 f"its first rows and the others; {_shown(means)}. Return (sum, count), or (mean, 1) for a mean over "
@@ -410,17 +372,31 @@ class GivenLoss:
     def _counting(self, output: Any, microbatch: Microbatch, counts: StepCounts) -> tuple[int, ...]:
         """The rules that the loss follows among those with one number in this microbatch, which may be chance."""
         parts = _apart(output, microbatch, counts)
-        with asked():
+        with torch.no_grad(), generators_as_before():  # no gradients, and random numbers leave no trace
             more = doubled(output, microbatch.inputs, microbatch.rows) if parts is None else parts[2]
             if more is None:
                 return ()
-            found = self._loss(more.output, more.inputs)
-        count = float((found.output if isinstance(found, WithLoss) else found)[1])
+            count = float(self._of_part(more)[1])
         return tuple([rule for rule in self._counted or () if more.counts[rule] == count])
 
-    def _mean_of(self, part: LossPart) -> float:
+    def _means(
+        self, parts: Sequence[LossPart], rules: Sequence[int]
+    ) -> tuple[list[float], dict[int, float], list[int]]:
+        """The means of two parts and of both as one; by rule, what the first two make together; the rules that fit."""
+        with torch.no_grad(), generators_as_before():  # no gradients, and random numbers leave no trace
+            values = [float(self._of_part(part)) for part in parts]
+        means = {}
+        for rule in rules:
+            weights = [part.counts[rule] for part in parts[:2]]
+            terms = [value * weight for value, weight in zip(values, weights, strict=False) if weight]
+            means[rule] = sum(terms) / sum(weights) if sum(weights) else math.nan
+        most = _CLOSE * max((abs(each) for each in values if not math.isnan(each)), default=math.nan)
+        return values, means, [rule for rule, mean in means.items() if abs(mean - values[2]) <= most]
+
+    def _of_part(self, part: LossPart) -> Any:
+        """The result for a part of a microbatch, without the loss beside it."""
         found = self._loss(part.output, part.inputs)
-        return float(found.output if isinstance(found, WithLoss) else found)
+        return found.output if isinstance(found, WithLoss) else found
 
 
 def _rules_for(microbatch: Microbatch) -> tuple[int, ...]:
@@ -436,24 +412,10 @@ def _apart(output: Any, microbatch: Microbatch, counts: StepCounts) -> tuple[Los
     if not isinstance(inputs.get("labels"), Tensor):
         return None
     if counts.numbers()[LABELS] == counts.numbers()[ELEMENTS]:
-        output, inputs = on_host(output), on_host(inputs)
-    with asked():
+        output, inputs = mapped(output, Tensor.cpu), mapped(inputs, Tensor.cpu)
+    with torch.no_grad(), generators_as_before():  # no gradients, and random numbers leave no trace
         return padded_apart(output, inputs, microbatch.rows)
-
-
-def _composed(values: Sequence[float], parts: Sequence[LossPart], rule: int) -> float:
-    """The mean over two parts, of the mean over each."""
-    weights = [part.counts[rule] for part in parts[:2]]
-    terms = [value * weight for value, weight in zip(values, weights, strict=False) if weight]
-    return sum(terms) / sum(weights) if sum(weights) else math.nan
 
 
 def _shown(means: Mapping[int, float]) -> str:
     return "a mean over " + ", ".join(f"{NAMES[rule]} is {mean:.6g}" for rule, mean in means.items())
-
-
-def _close(mean: float, value: float, values: Sequence[float]) -> bool:
-    return abs(mean - value) <= _CLOSE * max(abs(each) for each in values if not math.isnan(each))
-
-
-_CLOSE = 1e-5

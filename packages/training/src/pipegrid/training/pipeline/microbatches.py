@@ -25,21 +25,13 @@ _NUMBERS = 2  # axes of labels, masks and weights
 
 @frozen(eq=False)
 class Microbatch:
-    """A part of a batch.
-
-    Attributes:
-        inputs: what the forward is called with. The rest is for the loss:
-        rows: samples.
-        counts: by rule, what a loss may be a mean over (`counts_of`).
-        labels: of these all labels that count, and those without the first of each row. None without labels.
-        pattern: what could tell one kind of mean from another: several rows, padding, numbers that differ.
-    """
+    """A part of a batch: ``inputs`` are what the forward is called with; the rest is for the loss."""
 
     inputs: Mapping[str, Any]
     rows: int = 0
-    counts: tuple[int, ...] = ()
-    labels: tuple[int, int] | None = None
-    pattern: frozenset[str] = frozenset()
+    counts: tuple[int, ...] = ()  # by rule, what a loss may be a mean over (`counts_of`)
+    labels: tuple[int, ...] | None = None  # those that count: all, and without the first of each row; None: no labels
+    pattern: frozenset[str] = frozenset()  # could tell kinds of means apart: several rows, padding, numbers that differ
 
 
 @frozen
@@ -81,10 +73,7 @@ def microbatches(
     """``batch`` cut by ``rows`` into ``count`` microbatches, or into those of ``size`` rows.
 
     ``count`` microbatches differ by one row at most; losses are divided by what they count, not by microbatches. A
-    sequence of dicts is a batch that is cut already.
-
-    Raises:
-        StepArgumentError: no rows, fewer than microbatches, entries without these rows, or rows that do not divide.
+    sequence of dicts is a batch that is cut already. Rows that are fewer, or do not divide, are a `StepArgumentError`.
     """
     if isinstance(batch, Mapping):
         return rows.split(batch, _count(rows.number(batch), count, size))
@@ -93,37 +82,9 @@ def microbatches(
     raise StepArgumentError(f"batch is {shown(batch)}; give a dict of tensors, or a list of one for each microbatch")
 
 
-def microbatch(
-    part: Mapping[str, Any],
-    share: Share,
-    device: torch.device,
-    by: Rows | None = None,
-    rows: int | None = None,
-    *,
-    counts: bool = True,
-    pattern: frozenset[str] | None = None,
-) -> Microbatch:
-    """The share of a replica, its tensors on ``device``.
-
-    ``rows`` and ``pattern``: where they are known. Without ``counts`` what the forward is called with alone.
-    """
-    by = by or Rows()
-    inputs = part if share.parts == 1 else _shared(part, share, by)
-    moved = {}
-    for name, value in inputs.items():
-        if isinstance(value, torch.Tensor):
-            moved[name] = value.to(device, non_blocking=True)
-        else:
-            moved[name] = tree_map_only(torch.Tensor, partial(torch.Tensor.to, device=device, non_blocking=True), value)
-    if not counts:
-        return Microbatch(moved)
-    rows = by.number_or_first(inputs) if rows is None else rows
-    (pattern,) = _patterns([inputs], [rows]) if pattern is None else (pattern,)
-    labels = inputs.get("labels")
-    if not isinstance(labels, torch.Tensor) or not labels.dim():
-        return Microbatch(moved, rows, (rows, *_UNLABELLED), None, pattern)
-    found = counts_of(inputs, rows)
-    return Microbatch(moved, rows, found, (found[1], found[2]), pattern)
+def microbatch(part: Mapping[str, Any], share: Share, device: torch.device, by: Rows | None = None) -> Microbatch:
+    """The share of a replica, its tensors on ``device``."""
+    return shared_microbatches([part], [""], share, device, by or Rows(), counts=True)[0]
 
 
 def shared_microbatches(
@@ -135,16 +96,32 @@ def shared_microbatches(
     *,
     counts: bool,
 ) -> list[Microbatch]:
-    """`microbatch` of each part of a step, of which those of one form (`form_of`) have equally many rows."""
-    own, whole = parts if share.parts == 1 else [_shared(part, share, by) for part in parts], Share()
+    """The shares of a replica in each part of a step, tensors on ``device``; without ``counts`` the ``inputs`` alone.
+
+    Parts of one form (`form_of`) have equally many rows.
+    """
+    own = parts if share.parts == 1 else [_shared(part, share, by) for part in parts]
+    inputs = []
+    for part in own:
+        moved = {}
+        for name, value in part.items():
+            if isinstance(value, torch.Tensor):
+                moved[name] = value.to(device, non_blocking=True)
+            else:
+                to_device = partial(torch.Tensor.to, device=device, non_blocking=True)
+                moved[name] = tree_map_only(torch.Tensor, to_device, value)
+        inputs.append(moved)
     if not counts:
-        return [microbatch(part, whole, device, by, counts=False) for part in own]
+        return [Microbatch(moved) for moved in inputs]
     numbers = {form: by.number_or_first(part) for form, part in dict(zip(forms, own, strict=True)).items()}
     rows = [numbers[form] for form in forms]
-    return [
-        microbatch(part, whole, device, by, number, pattern=pattern)
-        for part, number, pattern in zip(own, rows, _patterns(own, rows), strict=True)
-    ]
+    made = []
+    for moved, part, number, pattern in zip(inputs, own, rows, _patterns(own, rows), strict=True):
+        labels = part.get("labels")
+        has_labels = isinstance(labels, torch.Tensor) and labels.dim() > 0
+        found = counts_of(part, number) if has_labels else (number, *_UNLABELLED)
+        made.append(Microbatch(moved, number, found, found[1:3] if has_labels else None, pattern))
+    return made
 
 
 def counts_of(inputs: Mapping[str, Any], rows: int) -> tuple[int, ...]:
@@ -242,10 +219,9 @@ def _count(rows: int, count: int | None, size: int | None) -> int:
 
 
 def _shared(part: Mapping[str, Any], share: Share, by: Rows) -> Mapping[str, Any]:
-    rows = by.number(part)
-    if rows % share.parts:
+    rows, parts = by.number(part), share.parts
+    if rows % parts:
         raise StepArgumentError(
-            f"a microbatch of {rows} rows does not divide among the {share.parts} replicas that read it; give a "
-            "multiple"
+            f"a microbatch of {rows} rows does not divide among the {parts} replicas that read it; give a multiple"
         )
-    return by.split(part, share.parts)[share.index]
+    return by.split(part, parts)[share.index]

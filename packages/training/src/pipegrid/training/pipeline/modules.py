@@ -6,6 +6,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from pipegrid.core.fields import Index, checked, shown
 from pipegrid.gradients import TiedParameters
 from pipegrid.layout import PipelineParallelLayerLayout
 from pipegrid.monitor import JobFailedError
-from pipegrid.schedules import Monitor, stage_places
+from pipegrid.schedules import Monitor, PipelineConfig, stage_places
 from pipegrid.stages import Names, pipeline_stage, tie_stage_parameters, ties_of
 from pipegrid.stages.assignment import as_layout, pp_size
 from pipegrid.stages.generators import seed_of
@@ -27,6 +28,8 @@ from pipegrid.topology import GroupSpec, HyperCommGrid, control_store, create_gr
 from pipegrid.topology import create_groups as create_rank_groups
 from pipegrid.topology.bounded_calls import bounded
 from pipegrid.topology.ending import destroy_groups
+from pipegrid.training.pipeline.microbatches import Share
+from pipegrid.training.pipeline.rows import Rows
 from pipegrid.transport.collectives.differences import listed
 
 ModelFactory = Callable[[], nn.Module]
@@ -103,13 +106,48 @@ class PipelineModule:
         return [stage.requires_grad_(False) for stage in made] if self.frozen else made
 
 
+@frozen(eq=False)
+class JobSetup:
+    """What the steps of a job share; ``stages``, ``groups``, ``shares`` and ``generators``: of this rank, by module."""
+
+    modules: Mapping[str, PipelineModule]
+    graph: ModuleGraph
+    edges: Mapping[tuple[str, str], EdgeOptions]
+    stages: Mapping[str, Sequence[Any]]
+    groups: Mapping[str, Any]
+    config: PipelineConfig
+    schedule: str
+    loss: Callable[[Any, Any], Any] | None  # of the script; None: the model's own
+    rows: Rows  # how microbatches are cut, and shared among replicas
+    device: torch.device
+    replica: int  # whose batch this rank reads, of `replicas`
+    replicas: int
+    shares: Mapping[str, Share]  # the part of each microbatch that this rank's replica has
+    generators: Mapping[str, torch.Generator]  # a draw seeds each forward
+    named: Callable[[], Iterable[tuple[str, nn.Parameter]]]  # the parameters to train, by the script's names
+
+    @property
+    def is_tensor_parallel(self) -> bool:
+        """Whether ranks have parts of a module's layers."""
+        grids = [module.grid for module in self.modules.values()]
+        return any("tp" in grid.dim_names and grid.dim_size("tp") > 1 for grid in grids)
+
+    def prefix(self, module: str) -> str:
+        """The prefix of the names of a module's parameters, where there are several modules."""
+        return f"{module}." if len(self.modules) > 1 else ""
+
+    def read(
+        self, held: Iterable[tuple[str, Sequence[nn.Module]]], by: Callable[..., Any], **options: Any
+    ) -> list[tuple[str, Any]]:
+        """What ``by``, such as `nn.Module.named_buffers`, finds in the stages ``held`` of each module, by name."""
+        found = ((self.prefix(module), by(stage, **options)) for module, stages in held for stage in stages)
+        return [(f"{prefix}{name}", one) for prefix, each in found for name, one in each]
+
+
 def hosts_of(grid: HyperCommGrid, places: Sequence[int], hosts: Mapping[int, str]) -> list[tuple[str, ...]]:
     """Per stage the hosts of all ranks of its position: two are alike where no replica has them on several hosts.
 
-    Args:
-        grid: of the module.
-        places: the pp rank of each stage.
-        hosts: of each rank of the world.
+    ``places``: the pp rank of each stage of the module on ``grid``; ``hosts``: of each rank of the world.
     """
     found: dict[int, list[str]] = {}
     for rank in sorted(grid.ranks):
@@ -138,76 +176,54 @@ def modules_of(
 
 
 def ranks_of(modules: Mapping[str, PipelineModule], spare: Iterable[int]) -> tuple[int, ...]:
-    """The ranks of the job, ascending: all of the world but the spare ones.
-
-    Raises:
-        StepArgumentError: a rank that no grid has is not among the spare ones, or one of these has a module.
-    """
-    named = {*checked(spare, tuple[Index, ...], "spare", StepArgumentError)}
+    """The ranks of the job, ascending: all of the world but the ``spare`` ones, which must be those of no grid."""
+    named = sorted({*checked(spare, tuple[Index, ...], "spare", StepArgumentError)})
     ranks = {rank for module in modules.values() for rank in module.grid.ranks}
-    if (missing := set(range(dist.get_world_size())) - ranks) != named:
+    if (missing := sorted(set(range(dist.get_world_size())) - ranks)) != named:
         raise StepArgumentError(
-            f"a world of {dist.get_world_size()} ranks: no grid has the ranks {sorted(missing)}, and spare is "
-            f"{sorted(named)}; start fewer, give a larger grid, or name ranks that take no part: spare="
-            f"{sorted(missing)}"
+            f"a world of {dist.get_world_size()} ranks: no grid has the ranks {missing}, and spare is {named}; "
+            f"start fewer, give a larger grid, or name ranks that take no part: spare={missing}"
         )
     return tuple(sorted(ranks))
 
 
 class EndOfJob:
-    """The end of a job, which its ranks tell when they have closed it, and for which the spare ones wait.
+    """The end of a job, which its ``ranks`` tell when they have closed it, and for which the spare ones wait.
 
-    Every rank of the world makes one, for each of its pipelines with spare ranks.
-
-    Args:
-        ranks: of the job.
-        deadline: seconds from the first rank that has closed to the last one.
-
-    Attributes:
-        group: of the ``ranks`` of the job, until it ends; None on a spare one.
+    Every rank of the world makes one, for each of its pipelines with spare ranks. ``deadline``: seconds from the first
+    rank that has closed to the last one. ``group``: of the ``ranks``, until the job ends; None on a spare one.
     """
 
     def __init__(self, ranks: Sequence[int], deadline: float) -> None:
-        counts = control_store("pipelines with spare ranks")
-        # So each has keys of its own, the same on all ranks.
-        made = bounded(counts.add, f"made by {dist.get_rank()}", 1, seconds=_STORE_SECONDS)
         self._ranks, self._deadline = ranks, deadline
-        self._store = control_store(f"end of pipeline {made}")
+        self._store = control_store(f"end of pipeline {_number_of('pipelines with spare ranks')}")
         self._groups = create_rank_groups([GroupSpec(tuple(ranks), "pipeline", shared=False)])
         self.group = next(iter(self._groups.values()), None)
 
     def say(self) -> None:
         """This rank of the job has closed it."""
         destroy_groups(self._groups)
-        bounded(self._store.set, _closed(dist.get_rank()), "", seconds=_STORE_SECONDS)
+        bounded(self._store.set, f"closed by {dist.get_rank()}", "", seconds=_STORE_SECONDS)
         bounded(self._store.add, "closed", 1, seconds=_STORE_SECONDS)
 
     def wait(self) -> None:
         """Return when every rank of the job has said so, however long it runs; a look at the store has a deadline.
 
-        A rank that has ended without a word never says so: the others, which fail then, are the first to close.
-
-        Raises:
-            JobFailedError: some ranks have not closed it a deadline after the first one.
+        A rank that has ended without a word never says so: the others, which fail then, are the first to close. A
+        deadline after the first one, ranks that have not closed it are a `JobFailedError`.
         """
         end = math.inf
         while (closed := bounded(self._store.add, "closed", 0, seconds=_STORE_SECONDS)) < len(self._ranks):
             now = time.monotonic()
             end = min(end, now + self._deadline) if closed else end
             if now > end:
-                missing = [rank for rank in self._ranks if not self._has_closed(rank)]
+                check = partial(bounded, self._store.check, seconds=_STORE_SECONDS)
+                missing = [rank for rank in self._ranks if not check([f"closed by {rank}"])]
                 raise JobFailedError(
                     f"{listed(missing)} had not closed the pipeline {self._deadline:g} s after the first rank had, as "
                     f"spare rank {dist.get_rank()} saw; look there, or give PipelineConfig a longer deadline"
                 )
             time.sleep(_LOOK_SECONDS)
-
-    def _has_closed(self, rank: int) -> bool:
-        return bounded(self._store.check, [_closed(rank)], seconds=_STORE_SECONDS)
-
-
-def _closed(rank: int) -> str:
-    return f"closed by {rank}"
 
 
 def create_groups(modules: Mapping[str, PipelineModule]) -> None:
@@ -231,26 +247,13 @@ def _group_dims(grid: HyperCommGrid) -> list[tuple[str, ...]]:
     return [*alone, ("dp", "cp")] if {"dp", "cp"} <= set(grid.dim_names) else alone
 
 
-def frozen_edges(
-    modules: Mapping[str, PipelineModule],
-    topology: Mapping[str, Sequence[str]],
-    edges: Mapping[tuple[str, str], EdgeOptions],
-) -> dict[tuple[str, str], EdgeOptions]:
-    """``edges``, and no gradients to frozen modules."""
-    frozen = [(name, fed) for name, module in modules.items() if module.frozen for fed in topology.get(name, ())]
-    return {**{edge: EdgeOptions(backward=False) for edge in frozen}, **edges}
-
-
 def tied_parameters(
     modules: Mapping[str, PipelineModule],
     stages: Mapping[str, Sequence[Any]],
     places: Mapping[str, Sequence[int]],
     graph: ModuleGraph | None,
 ) -> tuple[TiedParameters, ...]:
-    """The parameters on several stages, of all modules of ``graph``; every rank of the job calls it.
-
-    By module, ``stages`` are those of this rank, and ``places`` the pp ranks of all of them.
-    """
+    """The parameters on several stages, of all modules of ``graph``; every rank calls it, with its own ``stages``."""
     tied: list[TiedParameters] = []
     grids = {name: module.grid for name, module in modules.items()}
     for name, module in modules.items():
@@ -258,8 +261,7 @@ def tied_parameters(
             continue
         own = stages.get(name, [])
         ties = own[0].ties if own else ties_of(module.model, module.layout, names=module.names)
-        one_each = len(set(places[name])) == len(places[name])
-        placement = None if one_each else places[name]
+        placement = None if len(set(places[name])) == len(places[name]) else places[name]  # None: one each
         tied += tie_stage_parameters(ties, own, grids, graph=graph, module=name, placement=placement)
     return tuple(tied)
 
@@ -282,12 +284,10 @@ def monitor_of(monitor: Monitor | bool | None, device: torch.device, ranks: Sequ
         raise StepArgumentError(f"monitor is {shown(monitor)}; give True, False or a Monitor, or leave it out")
     if monitor is False or (monitor is None and "TORCHELASTIC_RUN_ID" not in os.environ):
         return None
-    rank, pipelines = dist.get_rank(), control_store("pipelines")
-    # So each has keys of its own, the same on all ranks.
-    made = bounded(pipelines.add, f"made by {rank}", 1, seconds=_STORE_SECONDS)
-    return Monitor(
-        control_store(f"pipeline {made}"),
-        rank=rank,
-        ranks=ranks,
-        device=device if device.type == "cuda" else None,
-    )
+    store = control_store(f"pipeline {_number_of('pipelines')}")
+    return Monitor(store, rank=dist.get_rank(), ranks=ranks, device=device if device.type == "cuda" else None)
+
+
+def _number_of(kind: str) -> int:
+    """How many of a ``kind`` this rank has made: so each has keys of its own in a store, the same on all ranks."""
+    return bounded(control_store(kind).add, f"made by {dist.get_rank()}", 1, seconds=_STORE_SECONDS)

@@ -13,8 +13,8 @@ import torch
 from attrs import frozen
 from torch import Tensor, nn
 
-from pipegrid.bridges import EdgeOptions, ModuleGraph
-from pipegrid.schedules import PipelineConfig, WithLoss
+from pipegrid.bridges import EdgeOptions
+from pipegrid.schedules import WithLoss
 from pipegrid.schedules.megatron.aux_losses import grad_scale
 from pipegrid.schedules.megatron.config import aux_loss_scalers
 from pipegrid.stages import Stage
@@ -25,73 +25,43 @@ from pipegrid.stages.torch_compat import TorchDispatchMode, tree_map_only
 from pipegrid.training.pipeline.counts import StepCounts, sums_of
 from pipegrid.training.pipeline.losses import GivenLoss, MicrobatchLoss, OwnLoss
 from pipegrid.training.pipeline.microbatches import Microbatch, Share, microbatch
-from pipegrid.training.pipeline.modules import PipelineModule
+from pipegrid.training.pipeline.modules import JobSetup
 from pipegrid.training.pipeline.parts import joined_outputs, largest_difference
-from pipegrid.training.pipeline.rows import Rows
 
 _TF32 = 2.0**-5  # the root of its epsilon
 
 
-@frozen(eq=False)
-class Draws:
-    """The seed of a forward of a stage, and the generators at its place in the whole model, if it had drawn before."""
-
-    seed: int
-    states: dict[str, States]
+Draws = tuple[int, dict[str, States]]
+"""The seed of a forward of a stage, and the generators at its place in the whole model, if it had drawn before."""
 
 
 @frozen(eq=False)
 class Given:
-    """The state and the data of all ranks in their step.
+    """The state and the data of all ranks in their step; names of several modules are behind that of the module."""
 
-    Attributes:
-        values: of parameters and buffers, by their names in the model; of several modules, behind that of the module.
-        trained: the parameters among them that are trained.
-        modes: those that the script has set after the stages were made; the others are those of the function.
-        batches: by replica, its microbatches, and at the end the batch that is not cut, or one without inputs.
-        cuts: by module, its layers, and the places in a forward at which its stages begin (`places_of`).
-        draws: by module, replica, share of a microbatch, stage and microbatch.
-        attaches: layers attach losses.
-    """
-
-    values: Mapping[str, Tensor]
-    trained: set[str]
-    modes: Mapping[str, bool]
+    values: Mapping[str, Tensor]  # of parameters and buffers
+    trained: set[str]  # the parameters among them that are trained
+    modes: Mapping[str, bool]  # that the script has set after the stages were made
+    # Of each replica, and at the end the batch that is not cut, or an empty one:
     batches: Sequence[Sequence[Microbatch]]
-    cuts: Mapping[str, tuple[Sequence[str], Mapping[str, int]]]
-    draws: Mapping[tuple[str, int, int, int, int], Draws]
-    attaches: bool
-
-    @property
-    def parts(self) -> list[Microbatch]:
-        """All microbatches of the step."""
-        return [part for *parts, _ in self.batches for part in parts]
+    cuts: Mapping[str, tuple[Sequence[str], Mapping[str, int]]]  # by module (`cut_of`)
+    draws: Mapping[tuple[str, int, int, int, int], Draws]  # by module, replica, share, stage and microbatch
+    attaches: bool  # layers attach losses
 
 
 @frozen(eq=False)
 class Right:
-    """The results of one process after the step.
+    """The results of one process after the step."""
 
-    Attributes:
-        loss: the mean of the step.
-        gradients: of all parameters that are trained, by the first name of each.
-        buffers: those that are saved, after the first replica.
-        limit: the largest error, of a norm, that rounding explains.
-        cut: in words, where rows have other outputs in microbatches than in their batch, in evaluation mode.
-    """
-
-    loss: float
-    gradients: Mapping[str, Tensor | None]
-    buffers: Mapping[str, Tensor]
-    limit: float
-    cut: str | None
+    loss: float  # the mean
+    gradients: Mapping[str, Tensor | None]  # of all parameters that are trained, by the first name of each
+    buffers: Mapping[str, Tensor]  # those that are saved, after the first replica
+    limit: float  # the largest error, of a norm, that rounding explains
+    cut: str | None  # in words, where rows have other outputs in microbatches than in their batch, in evaluation mode
 
 
 def cut_of(stage: Any) -> tuple[Sequence[str], dict[str, int]]:
-    """The layers of the model of ``stage``, and where in its forward each stage begins.
-
-    That is behind the layers before, and at its first one; a module that is not cut begins at the start.
-    """
+    """The layers of the model of ``stage``, and where each stage begins: behind the layers before, and at its first."""
     places = {"start": 0}
     if not isinstance(stage, Stage):
         return (), places
@@ -118,60 +88,28 @@ class _Alone(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @frozen(eq=False)
 class OneProcess:
-    """The whole models of a job.
+    """The whole models of a job; ``shares``: by module, the equal parts of a microbatch that its replicas share."""
 
-    Attributes:
-        modules: the models.
-        graph: of them.
-        edges: options of its edges.
-        shares: by module, the equal parts of a microbatch that its replicas share.
-        config: of the job.
-        loss: of the script; None: the model's own.
-        rows: by which batches are cut.
-        device: of the stages.
-    """
-
-    modules: Mapping[str, PipelineModule]
-    graph: ModuleGraph
-    edges: Mapping[tuple[str, str], EdgeOptions]
+    job: JobSetup
     shares: Mapping[str, int]
-    config: PipelineConfig
-    loss: Callable[[Any, Any], Any] | None
-    rows: Rows
-    device: torch.device
-
-    def prefix(self, module: str) -> str:
-        """The prefix of the names of a module's parameters, where there are several modules."""
-        return f"{module}." if len(self.modules) > 1 else ""
-
-    @property
-    def is_tensor_parallel(self) -> bool:
-        """Whether ranks have parts of a module's layers."""
-        grids = [module.grid for module in self.modules.values()]
-        return any("tp" in grid.dim_names and grid.dim_size("tp") > 1 for grid in grids)
 
     def step(self, given: Given) -> Right:
-        """Run the step; nothing on the host, no generator and no ``.grad`` is changed by it.
-
-        Raises:
-            LookupError: what the ranks have, or do, one process has not, or does not.
-        """
-        state = self._host()
+        """Run the step, and change nothing outside; `LookupError`: the ranks have, or do, what one process has not."""
+        state = HostState(*(module.model for module in self.job.modules.values()))
         try:
             with generators_as_before(), _Alone():  # type: ignore[no-untyped-call]
                 return self._step(self._wholes(given), given)
         finally:
             state.restore()
 
-    def _host(self, *wholes: nn.Module) -> HostState:
-        return HostState(*(module.model for module in self.modules.values()), *wholes)
-
     def _step(self, wholes: Mapping[str, nn.Module], given: Given) -> Right:
         mean, beside, buffers = self._loss(wholes, given)
         loss = mean + beside
-        weights = {name: one for name, one in self._named(wholes, nn.Module.named_parameters) if one.requires_grad}
+        held = [(name, [whole]) for name, whole in wholes.items()]
+        weights = {name: one for name, one in self.job.read(held, nn.Module.named_parameters) if one.requires_grad}
         # As in a step that is divided last: a loss that a layer attaches with a scale of its own is a mean, too.
-        number, scale = len(given.parts), grad_scale(self.config, torch.ones_like(loss))
+        number = sum(len(parts) for *parts, _ in given.batches)
+        scale = grad_scale(self.job.config, torch.ones_like(loss))
         made: Sequence[Tensor | None] = ()
         if weights:
             made = torch.autograd.grad(loss * number * scale, [*weights.values()], allow_unused=True)
@@ -179,33 +117,24 @@ class OneProcess:
         limit = self._limit({one.dtype for one in weights.values()})
         return Right(mean.item(), gradients, buffers, limit, self._cut_apart(wholes, given, limit))
 
-    def _named(
-        self, wholes: Mapping[str, nn.Module], read: Callable[..., Any], **options: Any
-    ) -> list[tuple[str, Any]]:
-        """The values that ``read`` finds in all models, with their names."""
-        return [
-            (f"{self.prefix(module)}{name}", one)
-            for module, whole in wholes.items()
-            for name, one in read(whole, **options)
-        ]
-
     def _limit(self, dtypes: set[torch.dtype]) -> float:
         """The largest error, of a norm, that rounding explains; models compute some losses in float32."""
-        dtypes |= {option.comm_dtype for option in self.edges.values() if option.comm_dtype is not None}
-        if torch.is_autocast_enabled(self.device.type):
-            dtypes = {*dtypes, torch.get_autocast_dtype(self.device.type)}
+        dtypes |= {option.comm_dtype for option in self.job.edges.values() if option.comm_dtype is not None}
+        if torch.is_autocast_enabled(self.job.device.type):
+            dtypes = {*dtypes, torch.get_autocast_dtype(self.job.device.type)}
         limit: float = max(torch.finfo(dtype).eps for dtype in (torch.float32, *dtypes)) ** 0.5
-        tf32 = self.device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32
+        tf32 = self.job.device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32
         return max(limit, _TF32) if tf32 else limit
 
     def _wholes(self, given: Given) -> dict[str, nn.Module]:
         made = {
             name: copy.deepcopy(each.model) if isinstance(each.model, nn.Module) else each.model()
-            for name, each in self.modules.items()
+            for name, each in self.job.modules.items()
         }
-        wholes = {name: whole.to(self.device) for name, whole in made.items()}
-        named = dict(self._named(wholes, nn.Module.named_parameters, remove_duplicate=False))
-        known = named.keys() | dict(self._named(wholes, nn.Module.named_buffers, remove_duplicate=False)).keys()
+        wholes = {name: whole.to(self.job.device) for name, whole in made.items()}
+        held = [(name, [whole]) for name, whole in wholes.items()]
+        named = dict(self.job.read(held, nn.Module.named_parameters, remove_duplicate=False))
+        known = named.keys() | dict(self.job.read(held, nn.Module.named_buffers, remove_duplicate=False)).keys()
         if others := sorted(given.values.keys() - known):
             raise LookupError(f"the stages have {', '.join(others[:3])}, which the model of one process has not")
         for name, one in named.items():
@@ -213,20 +142,20 @@ class OneProcess:
                 one.data = given.values[name].clone()
                 one.requires_grad_(name in given.trained)
         for module, whole in wholes.items():
-            prefix = self.prefix(module)
+            prefix = self.job.prefix(module)
             _set_buffers(whole, given.values, prefix)
             for name, part in whole.named_modules():
                 part.training = given.modes.get(f"{prefix}{name}", part.training)
             whole.is_first = whole.is_last = True  # type: ignore[assignment]  # what `forward` reads of a stage
             if len(wholes) > 1 and not hasattr(whole, "module"):
                 vars(whole)["module"] = module
-            if (output := self.modules[module].output) is not None:
+            if (output := self.job.modules[module].output) is not None:
                 whole.register_forward_hook(lambda _, __, result, to_send=output: to_send(result))
         return wholes
 
     def _loss(self, wholes: Mapping[str, nn.Module], given: Given) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """The mean loss of the step, what is added to it, and the buffers after the first replica."""
-        ran = _Replicas(wholes, self, given)
+        ran = _Replicas(wholes, self.job, given)
         outputs: list[Any] = []
         beside: list[Tensor] = []
         every: list[Microbatch] = []
@@ -238,11 +167,11 @@ class OneProcess:
                 beside += losses
         if max(self.shares.values()) > 1 and (given.attaches or beside):
             raise LookupError("a loss is attached in a job whose replicas share microbatches")
-        if ran.drew and self.is_tensor_parallel:
+        if ran.drew and self.job.is_tensor_parallel:
             raise LookupError("tensor-parallel layers may draw the random numbers of their parts")
-        for scaler in aux_loss_scalers(self.config) if given.attaches else ():
-            scaler.set_scale(grad_scale(self.config, torch.ones((), device=self.device), scaler.grad_scale))
-        plain = not (ran.drew or given.attaches or beside) and self.loss is None
+        for scaler in aux_loss_scalers(self.job.config) if given.attaches else ():
+            scaler.set_scale(grad_scale(self.job.config, torch.ones((), device=self.job.device), scaler.grad_scale))
+        plain = not (ran.drew or given.attaches or beside) and self.job.loss is None
         uncut = self._uncut(wholes, every, outputs) if plain else None
         loss = self._mean(outputs, every, beside) if uncut is None else uncut
         added = torch.stack([loss.new_zeros(()), *(each / len(every) for each in beside)]).sum()
@@ -258,13 +187,13 @@ class OneProcess:
         """Outputs of the last module for the shares of a microbatch, with these; and losses that modules return."""
         sent: dict[str, list[tuple[Any, Microbatch]]] = {}
         losses: list[Tensor] = []
-        for name in self.graph.order:
+        for name in self.job.graph.order:
             for share in range(shares[name]):
                 parts = Share(share, shares[name])
-                own = part if parts.parts == 1 else microbatch(part.inputs, parts, self.device, self.rows)
+                own = part if parts.parts == 1 else microbatch(part.inputs, parts, self.job.device, self.job.rows)
                 received = {
                     source: self._arrived((source, name), [each for each, _ in sent[source]], share, shares[name])
-                    for source, fed in self.graph.edges
+                    for source, fed in self.job.graph.edges
                     if fed == name
                 }
                 with running(name, share):
@@ -273,11 +202,11 @@ class OneProcess:
                     losses.append(output.loss)
                     output = output.output
                 sent.setdefault(name, []).append((output, own))
-        return sent[self.graph.order[-1]], losses
+        return sent[self.job.graph.order[-1]], losses
 
     def _arrived(self, edge: tuple[str, str], sent: list[Any], share: int, shares: int) -> Any:
         """The payload of a module's share, of those that the shares of another one have sent."""
-        option = self.edges.get(edge, EdgeOptions())
+        option = self.job.edges.get(edge, EdgeOptions())
         if len(sent) == shares:
             arrived = sent[share]
         elif not all(isinstance(each, Tensor) and each.dim() for each in sent) or option.payload or option.dim_mapping:
@@ -291,7 +220,7 @@ class OneProcess:
 
     def _called(self, name: str, whole: nn.Module, part: Microbatch, received: Mapping[str, Any]) -> Any:
         inputs = tree_map_only(Tensor, Tensor.clone, dict(part.inputs))  # a model may write to its batch
-        module = self.modules[name]
+        module = self.job.modules[name]
         if received and module.layout is None:
             whole.set_input_tensor(received)  # type: ignore[operator]
         elif received:
@@ -300,22 +229,22 @@ class OneProcess:
 
     def _mean(self, outputs: Sequence[Any], parts: Sequence[Microbatch], beside: list[Tensor]) -> Tensor:
         """The script's loss: of all outputs as one where it is a mean, of each where it is a sum with its count."""
-        if self.loss is not None:
-            found = [self.loss(output, part.inputs) for output, part in zip(outputs, parts, strict=True)]
+        if self.job.loss is not None:
+            found = [self.job.loss(output, part.inputs) for output, part in zip(outputs, parts, strict=True)]
             beside += [each.loss for each in found if isinstance(each, WithLoss)]
             found = [each.output if isinstance(each, WithLoss) else each for each in found]
             if all(isinstance(each, tuple) for each in found):
                 count = sum(float(count) for _, count in found)
                 return torch.stack([total for total, _ in found]).sum() / (count or 1.0)
-            batch, output = self.rows.joined([part.inputs for part in parts]), joined_outputs(outputs, parts)
+            batch, output = self.job.rows.joined([part.inputs for part in parts]), joined_outputs(outputs, parts)
             if batch is not None and output is not None:
-                mean = self.loss(output, batch)
+                mean = self.job.loss(output, batch)
                 mean = mean.output if isinstance(mean, WithLoss) else mean
                 if bool(mean.isfinite()):
                     return mean  # type: ignore[no-any-return]
         # What is not known as one batch, by the weights of its microbatches:
-        loss: MicrobatchLoss = OwnLoss() if self.loss is None else GivenLoss(self.loss)
-        counts = StepCounts.known(sums_of(parts), len(parts), self.device)
+        loss: MicrobatchLoss = OwnLoss() if self.job.loss is None else GivenLoss(self.job.loss)
+        counts = StepCounts.known(sums_of(parts), len(parts), self.job.device)
         weighed = [loss(output, part, counts) for output, part in zip(outputs, parts, strict=True)]
         return torch.stack([each for each, _, _ in weighed]).sum() / sum(weight for _, weight, _ in weighed)
 
@@ -323,7 +252,7 @@ class OneProcess:
         self, wholes: Mapping[str, nn.Module], parts: Sequence[Microbatch], outputs: Sequence[Any]
     ) -> Tensor | None:
         """The model's own loss of the batch that is not cut; None where its rows depend on each other."""
-        batch, expected = self.rows.joined([part.inputs for part in parts]), joined_outputs(outputs, parts)
+        batch, expected = self.job.rows.joined([part.inputs for part in parts]), joined_outputs(outputs, parts)
         if batch is None or expected is None:
             return None
         ((output, _),), _ = self._outputs(wholes, attrs.evolve(parts[0], inputs=batch), dict.fromkeys(self.shares, 1))
@@ -339,7 +268,7 @@ class OneProcess:
         """`Right.cut`; each forward finds on the host what the first one found, such as a counter at its start."""
         for whole in wholes.values():
             whole.eval()
-        state = self._host(*wholes.values())
+        state = HostState(*(module.model for module in self.job.modules.values()), *wholes.values())
 
         def called(part: Microbatch) -> Any:
             state.restore()
@@ -361,9 +290,9 @@ class OneProcess:
 class _Replicas:
     """Whole models that run for one replica of each after the other: with its buffers, and its random numbers."""
 
-    def __init__(self, wholes: Mapping[str, nn.Module], process: OneProcess, given: Given) -> None:
+    def __init__(self, wholes: Mapping[str, nn.Module], job: JobSetup, given: Given) -> None:
         self.drew = False
-        self._wholes, self._process, self._given = wholes, process, given
+        self._wholes, self._job, self._given = wholes, job, given
         self._held = {name: {(-1, 0): _buffers(whole)} for name, whole in wholes.items()}  # by replica and share
         self._now = dict.fromkeys(wholes, (-1, 0))
 
@@ -381,17 +310,17 @@ class _Replicas:
         """Around a forward, which is seeded as those of the stages were; ``place``: its replica and microbatch."""
         replica, index = place
         self._turn(name, (replica, share))
-        (layers, places), device = self._given.cuts[name], self._process.device
+        (layers, places), device = self._given.cuts[name], self._job.device
         states = capture_torch(device)
 
         def act(at: str) -> None:
             nonlocal states
             if at in places:
                 self.drew = self.drew or (at != "start" and not are_equal(capture_torch(device), states))
-                own = self._given.draws[name, replica, share, places[at], index]
-                torch.manual_seed(own.seed)
-                if at in own.states:
-                    restore(own.states[at], device)
+                seed, drawn = self._given.draws[name, replica, share, places[at], index]
+                torch.manual_seed(seed)
+                if at in drawn:
+                    restore(drawn[at], device)
                 states = capture_torch(device)
 
         with at_layers(self._wholes[name], layers, act):
@@ -403,7 +332,7 @@ class _Replicas:
         found: dict[str, Tensor] = {}
         for name, whole in self._wholes.items():
             self._turn(name, (0, 0))
-            saved, prefix = whole.state_dict(), self._process.prefix(name)
+            saved, prefix = whole.state_dict(), self._job.prefix(name)
             found |= {f"{prefix}{key}": one for key, one in _buffers(whole).items() if key in saved}
         return found
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from attrs import frozen
 from torch import Tensor
 
-from pipegrid.stages.generators import generators_as_before
 from pipegrid.stages.slicing.slice_batches import IGNORED
 from pipegrid.stages.torch_compat import tree_map, tree_map_only
 from pipegrid.training.pipeline.microbatches import Microbatch, counts_of
@@ -23,13 +21,7 @@ _PLAIN = (str, bytes, int, float, complex, bool, type(None), type)
 
 @frozen(eq=False)
 class LossPart:
-    """The arguments of a loss function.
-
-    Attributes:
-        output: of the last stage.
-        inputs: of the microbatch.
-        counts: of its rows and labels, as `counts_of`.
-    """
+    """The arguments of a loss function, and the counts of its rows and labels (`counts_of`)."""
 
     output: Any
     inputs: Mapping[str, Any]
@@ -42,9 +34,11 @@ def halves(output: Any, inputs: Mapping[str, Any], rows: int) -> tuple[LossPart,
         return None
 
     def part(start: int, stop: int) -> LossPart:
-        some = _of_rows(inputs, rows, lambda tensor: tensor[start:stop])
-        outputs = _wide(_of_rows(output, rows, lambda tensor: tensor[start:stop]))
-        return LossPart(outputs, some, counts_of(some, stop - start))
+        def cut(tensor: Tensor) -> Tensor:
+            return tensor[start:stop] if tensor.dim() and len(tensor) == rows else tensor
+
+        some = mapped(inputs, cut)
+        return LossPart(_wide(mapped(output, cut)), some, counts_of(some, stop - start))
 
     return part(0, rows // 2), part(rows // 2, rows), part(0, rows)
 
@@ -69,7 +63,7 @@ def padded_apart(output: Any, inputs: Mapping[str, Any], rows: int) -> tuple[Los
         elif most == _FEWER:
             some[rows // 2 :] = IGNORED
         given.append({**inputs, "labels": some} | ({"attention_mask": (some != IGNORED).to(mask)} if masked else {}))
-    outputs = [_shaken(_wide(output), 0.5), _shaken(_wide(output), 2.0)]
+    outputs = [mapped(_wide(output), partial(_shaken, by=by)) for by in (0.5, 2.0)]
     one, other = (LossPart(out, some, counts_of(some, rows)) for out, some in zip(outputs, given, strict=True))
     joined = _twice(given[0], given[1], rows)
     return one, other, LossPart(_twice(outputs[0], outputs[1], rows), joined, counts_of(joined, 2 * rows))
@@ -84,10 +78,7 @@ def doubled(output: Any, inputs: Mapping[str, Any], rows: int) -> LossPart | Non
 
 
 def joined_outputs(outputs: Sequence[Any], microbatches: Sequence[Microbatch]) -> Any | None:
-    """The outputs of microbatches as the output of one; what has no rows, and is not the same in all, is NaN there.
-
-    None: they have not one form.
-    """
+    """The outputs of microbatches as one, None of several forms; what has no rows and is not alike is NaN there."""
     rows = [each.rows for each in microbatches]
     columns = [_tensors(output) for output in outputs]
     if len({len(each) for each in columns}) != 1:
@@ -104,7 +95,7 @@ def joined_outputs(outputs: Sequence[Any], microbatches: Sequence[Microbatch]) -
         else:
             return None
     following = iter(joined)
-    return _mapped(outputs[0], lambda _: next(following))
+    return mapped(outputs[0], lambda _: next(following))
 
 
 def largest_difference(one: Any, other: Any, rows: int) -> float | None:
@@ -116,47 +107,6 @@ def largest_difference(one: Any, other: Any, rows: int) -> float | None:
     return max((float((a - b).norm() / b.norm().clamp(min=1e-12)) for a, b in by_row), default=None)
 
 
-def as_plain(value: Any) -> tuple[Any, list[Tensor]]:
-    """Plain data for ``value``, a batch, and its tensors, which `of_plain` takes; None for what is not plain data."""
-    tensors: list[Tensor] = []
-
-    def plain(each: Any) -> Any:
-        if isinstance(each, (Tensor, np.ndarray)):
-            tensors.append(torch.as_tensor(each).detach())
-            return {"tensor": len(tensors) - 1, "array": not isinstance(each, Tensor)}
-        if isinstance(each, Mapping) and all(isinstance(name, str) for name in each):
-            return {"dict": [[name, plain(inner)] for name, inner in each.items()]}
-        if type(each) in (list, tuple):
-            return {type(each).__name__: [plain(inner) for inner in each]}
-        if type(each) in (str, int, float, bool, type(None)):
-            return {"value": each}
-        raise TypeError(type(each).__name__)
-
-    try:
-        return plain(value), tensors
-    except TypeError:
-        return None, []
-
-
-def of_plain(plain: Any, tensors: Sequence[Tensor]) -> Any:
-    """The value that `as_plain` was called with; mappings are dicts."""
-    ((kind, held),) = [(kind, held) for kind, held in plain.items() if kind != "array"]
-    if kind == "tensor":
-        return tensors[held].cpu().numpy() if plain["array"] else tensors[held]
-    if kind == "dict":
-        return {name: of_plain(each, tensors) for name, each in held}
-    if kind == "value":
-        return held
-    return {"list": list, "tuple": tuple}[kind]([of_plain(each, tensors) for each in held])
-
-
-@contextmanager
-def asked() -> Iterator[None]:
-    """Inside, losses have no gradients, and random numbers leave no trace."""
-    with torch.no_grad(), generators_as_before():
-        yield
-
-
 def zero_of(output: Any) -> Tensor:
     """A loss of zero, with the gradients of zero of an output."""
     tensors = [each for each in _tensors(output) if each.is_floating_point()]
@@ -164,12 +114,7 @@ def zero_of(output: Any) -> Tensor:
     return (graph or tensors)[0].flatten()[:1].sum() * 0.0
 
 
-def on_host(value: Any) -> Any:
-    """The output of a stage, or the inputs of a microbatch, with tensors on the CPU."""
-    return _mapped(value, Tensor.cpu)
-
-
-def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+def mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """``value`` with its tensors changed: in containers, and in attributes of an object such as a namespace."""
 
     def leaf(each: Any) -> Any:
@@ -191,7 +136,7 @@ def _tensors(value: Any) -> list[Tensor]:
         found.append(tensor)
         return tensor
 
-    _mapped(value, note)
+    mapped(value, note)
     return found
 
 
@@ -199,20 +144,14 @@ def _has_rows(value: Any, rows: int) -> bool:
     return any(tensor.dim() and len(tensor) == rows for tensor in _tensors(value))
 
 
-def _of_rows(value: Any, rows: int, change: Callable[[Tensor], Tensor]) -> Any:
-    return _mapped(value, lambda tensor: change(tensor) if tensor.dim() and len(tensor) == rows else tensor)
-
-
 def _wide(value: Any) -> Any:
     """The value with floating-point numbers of at least 32 bits, in which means can be compared."""
     narrow = (torch.float16, torch.bfloat16)
-    return _mapped(value, lambda tensor: tensor.detach().float() if tensor.dtype in narrow else tensor.detach())
+    return mapped(value, lambda tensor: tensor.detach().float() if tensor.dtype in narrow else tensor.detach())
 
 
-def _shaken(value: Any, by: float) -> Any:
-    return _mapped(
-        value, lambda tensor: tensor + by * torch.rand_like(tensor) if tensor.is_floating_point() else tensor
-    )
+def _shaken(tensor: Tensor, by: float) -> Tensor:
+    return tensor + by * torch.rand_like(tensor) if tensor.is_floating_point() else tensor
 
 
 def _twice(one: Any, other: Any, rows: int) -> Any:
@@ -223,4 +162,4 @@ def _twice(one: Any, other: Any, rows: int) -> Any:
         behind = next(others)
         return torch.cat([tensor, behind]) if tensor.dim() and len(tensor) == rows else tensor
 
-    return _mapped(one, joined)
+    return mapped(one, joined)

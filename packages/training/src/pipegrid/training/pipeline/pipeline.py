@@ -28,26 +28,13 @@ from pipegrid.schedules.megatron import describe_steps
 from pipegrid.stages import Names, Stage
 from pipegrid.stages.assignment import names_of_ties
 from pipegrid.stages.generators import states_as_before
-from pipegrid.topology import HyperCommGrid, ProcessGroupCollection, replica_of
+from pipegrid.topology import HyperCommGrid, ProcessGroupCollection
 from pipegrid.training.generation import Sampling, generate
 from pipegrid.training.generation.generate import evaluating
+from pipegrid.training.pipeline import modules
 from pipegrid.training.pipeline.counts import beginning, require_one_call
-from pipegrid.training.pipeline.first_step import FirstStep
-from pipegrid.training.pipeline.losses import GivenLoss, OwnLoss
 from pipegrid.training.pipeline.microbatches import microbatches, shares
-from pipegrid.training.pipeline.modules import (
-    EndOfJob,
-    ModelFactory,
-    PipelineModule,
-    create_groups,
-    frozen_edges,
-    generators_of,
-    leave_groups,
-    modules_of,
-    monitor_of,
-    ranks_of,
-    tied_parameters,
-)
+from pipegrid.training.pipeline.modules import EndOfJob, JobSetup, ModelFactory, PipelineModule
 from pipegrid.training.pipeline.rows import Rows
 from pipegrid.training.pipeline.steps import Steps
 from pipegrid.transport.collectives.differences import by_text
@@ -139,25 +126,22 @@ class Pipeline:
         spare: Iterable[int] = (),
         host: str | None = None,
     ) -> None:
-        described = modules_of(model, layout, grid, names, forward)
+        described = modules.modules_of(model, layout, grid, names, forward)
         if microbatch_size is not None and num_microbatches is not None:
             raise StepArgumentError("microbatch_size and num_microbatches cut a batch in two ways; give one of them")
-        self._cut: dict[str, Any] = {
-            "count": num_microbatches,
-            "size": microbatch_size,
-            "rows": Rows({} if rows is None else rows, whole),
-        }
+        cutting = Rows({} if rows is None else rows, whole)
+        self._cut: dict[str, Any] = {"count": num_microbatches, "size": microbatch_size, "rows": cutting}
         self._checkpoints: dict[Path, Checkpoints] = {}
         self._recording: Path | None = None
         self._closed = False
 
         places = {name: module.places(schedule) for name, module in described.items()}
         config = PipelineConfig(variable_seq_lengths=True) if config is None else config
-        ranks = ranks_of(described, spare)
+        ranks = modules.ranks_of(described, spare)
         self._end = EndOfJob(ranks, config.deadline) if len(ranks) < dist.get_world_size() else None
         if self._end is not None and config.job_group is None:
             config = attrs.evolve(config, job_group=self._end.group)
-        create_groups(described)
+        modules.create_groups(described)
         self.grids = {name: module.grid for name, module in described.items()}
         own = {name: one for name, one in described.items() if one.grid.is_current_rank_in_grid()}
         self.groups = {name: ProcessGroupCollection.from_grid(one.grid) for name, one in own.items()}
@@ -166,78 +150,59 @@ class Pipeline:
         _, self.device = resolve_device(next(iter(described.values())).grid.backend, device)
         self._without_elements = nn.Parameter(torch.empty(0, 0, device=self.device))
         self.config: PipelineConfig
-        self.stages: dict[str, list[Any]] = {
-            name: [
-                _edited(stage, parallelize)
-                for stage in module.stages(name if len(described) > 1 else None, places[name], self.device)
-            ]
-            for name, module in own.items()
-        }
-        self.generators = generators_of(self.grids)
+        self.stages: dict[str, list[Any]] = {}
+        for name, module in own.items():
+            made = module.stages(name if len(described) > 1 else None, places[name], self.device)
+            for stage in made:
+                edited = None if parallelize is None else parallelize(stage)
+                if edited is not None and edited is not stage:
+                    kind = type(edited).__name__
+                    raise StepArgumentError(f"parallelize returned {kind}; it edits the stage in place")
+            self.stages[name] = made
+        self.generators = modules.generators_of(self.grids)
         if self.is_spare:
             self.config = config
             return
         if config.variable_seq_lengths and config.shapes is None:
             config = attrs.evolve(config, shapes="learned")
-        topology = {} if topology is None else topology
-        options = frozen_edges(described, topology, edges or {})
-        connect = partial(
-            MultiModulePipelineCommunicator,
-            self.grids,
-            {name: list(topology.get(name, ())) for name in described},
-            config,
-            edges=options,
-            stage_placement=places,
-            device=self.device,
-        )
+        fed = {name: list((topology or {}).get(name, ())) for name in described}
+        frozen = [(name, other) for name, module in described.items() if module.frozen for other in fed[name]]
+        options = {**{edge: EdgeOptions(backward=False) for edge in frozen}, **(edges or {})}  # no gradients to these
+        how: dict[str, Any] = {"edges": options, "stage_placement": places, "device": self.device}
+        connect = partial(MultiModulePipelineCommunicator, self.grids, fed, config, **how)
         self.communicator = connect()
         graph = self.communicator.job.graph
         assert graph is not None  # a communicator of modules
-        self._tied = tied = tied_parameters(described, self.stages, places, graph)
+        self._tied = tied = modules.tied_parameters(described, self.stages, places, graph)
         self.config = attrs.evolve(
             config,
             calculate_per_token_loss=True,
             weighted_microbatches=True,
             tied_parameters=(*config.tied_parameters, *tied),
-            monitor=config.monitor or monitor_of(monitor, self.device, ranks),
+            monitor=config.monitor or modules.monitor_of(monitor, self.device, ranks),
         )
-        named = partial(
-            _named, self.stages, behind=len(described) > 1
-        )  # a method of this would keep lanes until a garbage collection
-        self._steps = Steps(
-            own,
+        setup = JobSetup(
+            described,
+            graph,
+            options,
             self.stages,
             self.groups,
-            own_shares,
-            self.communicator,
             self.config,
             schedule,
-            OwnLoss() if loss is None else GivenLoss(loss),
+            loss,
+            cutting,
             self.device,
             self.replica,
-            all(replica_of(self.grids[name], self.grids[name].ranks[0])[1] == 1 for name in graph.sinks),
+            self.replicas,
+            own_shares,
             self.generators,
-            self._cut["rows"],
-            named,
-            FirstStep.of(
-                described,
-                graph,
-                options,
-                self.stages,
-                self.config,
-                loss,
-                self._cut["rows"],
-                self.device,
-                named,
-                self.replica,
-                own_shares,
-                self.replicas,
-            ),
+            # A method of this would keep lanes until a garbage collection.
+            partial(_named, self.stages, behind=len(described) > 1),
         )
-        if any(module.num_stages > 1 for module in described.values()):
-            self._steps.connect = partial(_reconnected, connect, weakref.ref(self))
-            self._steps.places = places
-            self._steps.host = checked(host, str | None, "host", StepArgumentError) or socket.gethostname()
+        near = checked(host, str | None, "host", StepArgumentError) or socket.gethostname()
+        is_cut = any(module.num_stages > 1 for module in described.values())
+        reconnect = partial(_reconnected, connect, weakref.ref(self)) if is_cut else None
+        self._steps = Steps(setup, self.communicator, places, near, reconnect)
 
     def step(self, batch: Batch, *, routes: Routes | None = None) -> Tensor:
         """Forwards and backwards of a batch: gradients are added, averaged over the tokens of all replicas.
@@ -297,7 +262,7 @@ class Pipeline:
             found = generate(
                 **self._steps.arguments(parts),
                 max_new_tokens=max_new_tokens,
-                schedule=self._steps.schedule,
+                schedule=self._steps.job.schedule,
                 sampling=sampling,
                 eos_token_id=eos_token_id,
                 pad_token_id=pad_token_id,
@@ -353,15 +318,12 @@ class Pipeline:
 
     def state(self, optimizer: Any = (), data: Any = None) -> TrainingState:
         """The state of this rank for a checkpoint: stages, ``optimizer`` (or a list of them) and the data position."""
+        stages = {
+            name: held if isinstance(held[0], Stage) else dict(enumerate(held)) for name, held in self.stages.items()
+        }
+        optimizers = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
         return TrainingState(
-            stages={
-                name: stages if isinstance(stages[0], Stage) else dict(enumerate(stages))
-                for name, stages in self.stages.items()
-            },
-            optimizers=list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer],
-            data=data,
-            grids=self.grids,
-            generators=self.generators,
+            stages=stages, optimizers=optimizers, data=data, grids=self.grids, generators=self.generators
         )
 
     def save(
@@ -452,7 +414,7 @@ class Pipeline:
             self.communicator.destroy()
             if self.config.monitor is not None:
                 self.config.monitor.close()
-            leave_groups(self.grids.values(), self._tied)
+            modules.leave_groups(self.grids.values(), self._tied)
             if self._end is not None:
                 self._end.say()
 
@@ -483,17 +445,10 @@ def _reconnected(
     return job.communicator
 
 
-def _edited(stage: Any, parallelize: Callable[[Any], Any] | None) -> Any:
-    edited = None if parallelize is None else parallelize(stage)
-    if edited is not None and edited is not stage:
-        raise StepArgumentError(f"parallelize returned {type(edited).__name__}; it edits the stage in place")
-    return stage
-
-
-def _named(modules: Mapping[str, Sequence[Any]], *, behind: bool = False) -> Iterator[tuple[str, nn.Parameter]]:
-    """`Pipeline.named_parameters` of the stages of ``modules``; each ``behind`` the name of its module."""
+def _named(held: Mapping[str, Sequence[Any]], *, behind: bool = False) -> Iterator[tuple[str, nn.Parameter]]:
+    """`Pipeline.named_parameters` of the stages ``held`` by module; each ``behind`` the name of its module."""
     seen: set[nn.Parameter] = set()
-    for module, stage in ((module, stage) for module, held in modules.items() for stage in held):
+    for module, stage in ((module, stage) for module, stages in held.items() for stage in stages):
         tied = names_of_ties(stage.ties, stage.number) if isinstance(stage, Stage) else {}
         for name, parameter in stage.named_parameters():
             if parameter.requires_grad and parameter not in seen:

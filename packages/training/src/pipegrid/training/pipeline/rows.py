@@ -8,22 +8,19 @@ first. What could be cut along two axes, or along none, is an error with the rem
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, Final, TypeVar, cast
 
+import numpy as np
 import torch
-from attrs import Attribute, define, field
+from attrs import define, field
 
 from pipegrid.core.errors import StepArgumentError
 from pipegrid.core.fields import Index, checked
 
-Axis = int | None
-"""Of the rows; None: an entry is whole in each microbatch."""
-INSIDE: Final = -1
-"""The first axis of every tensor inside of a list."""
-
+Axis = int | None  # of the rows; None: an entry is whole in each microbatch
+INSIDE: Final = -1  # the first axis of every tensor inside of a list
 _ROWS_FIRST: Final = ("input_ids", "inputs_embeds", "decoder_input_ids", "input_features", "input_values", "labels")
 _WHOLE: Final = ("cache_position", "head_mask", "decoder_head_mask", "cross_attn_head_mask", "num_items_in_batch")
 _MASKS: Final = ("attention_mask", "decoder_attention_mask", "encoder_attention_mask")
@@ -48,34 +45,22 @@ def _names(value: Any) -> tuple[str, ...]:
 
 @define(eq=False)
 class Rows:
-    """The way in which batches are cut.
+    """The way in which batches are cut; a batch that cannot be cut so, or in two ways, is a `StepArgumentError`."""
 
-    Attributes:
-        axes: by name, the axis of an entry's rows; ``"images.sizes"`` is an entry of a dict inside.
-        whole: entries that are whole in each microbatch.
-    """
-
-    axes: Mapping[str, int] = field(factory=dict)
-    whole: tuple[str, ...] = field(default=(), converter=_names)
+    axes: Mapping[str, int] = field(factory=dict)  # of rows, by name; "images.sizes" is an entry of a dict inside
+    whole: tuple[str, ...] = field(default=(), converter=_names)  # entries that are whole in each microbatch
     _used: dict[str, Axis] = field(factory=dict, init=False, repr=False)
     _known: dict[tuple[object, ...], Any] = field(factory=dict, init=False, repr=False)  # by names and shapes
 
-    @axes.validator
-    def _checked(self, _: Attribute[Any], axes: Mapping[str, int]) -> None:
-        for name, axis in axes.items():
-            checked(axis, Index, f"rows[{name!r}]", StepArgumentError)
-
     def __attrs_post_init__(self) -> None:
+        for name, axis in self.axes.items():
+            checked(axis, Index, f"rows[{name!r}]", StepArgumentError)
         if both := sorted(self.axes.keys() & set(self.whole)):
             raise StepArgumentError(f"{both[0]!r} is in rows and in whole; an entry is cut, or it is not")
 
     def number(self, batch: Mapping[str, Any]) -> int:
-        """The rows of a batch, by what is known to have them, else by its tensors, else by its lists.
-
-        Raises:
-            StepArgumentError: none, or unequal numbers.
-        """
-        lengths = self._first_lengths(batch)
+        """The rows of a batch, by what is known to have them, else by its tensors, else by its lists."""
+        lengths = self._lengths(batch)
         if not lengths or 0 in lengths.values() or len(set(lengths.values())) > 1:
             raise StepArgumentError(
                 f"the first axes of the batch are {lengths}; they must be the same rows, at least one. Name other axes "
@@ -85,20 +70,17 @@ class Rows:
 
     def number_or_first(self, part: Mapping[str, Any]) -> int:
         """The rows of a microbatch that a script has cut: of what is known to have them, else of its first tensor."""
-        return next(iter(self._first_lengths(part).values()), 1)
+        return next(iter(self._lengths(part).values()), 1)
 
     def split(self, batch: Mapping[str, Any], count: int) -> list[Mapping[str, Any]]:
-        """``count`` parts of a batch of at least as many rows; the first ones have a row more.
-
-        Raises:
-            StepArgumentError: an entry cannot be cut, or could be along two axes.
-        """
+        """``count`` parts of a batch of at least as many rows; the first ones have a row more."""
         if count == 1:
             return [batch]
         rows = self.number(batch)
         axes = self._once("axes", batch, lambda: self._axes(batch, rows, count))
         sizes = [rows // count + (number < rows % count) for number in range(count)]
-        return _split(batch, axes, list(pairwise(accumulate(sizes, initial=0))))
+        bounds = list(pairwise(accumulate(sizes, initial=0)))
+        return _split(batch, lambda path, value: _parts(value, axes[path], bounds), count)
 
     def joined(self, parts: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
         """The batch that is cut into ``parts``; None where they are not of one."""
@@ -110,18 +92,17 @@ class Rows:
         for path, first in entries[0].items():
             values = [each[path] for each in entries]
             axis = self._used.get(path, self.axes.get(path, None if self._is_whole(path) else 0))
-            if axis is None or not all(
-                _length(v, max(axis, 0)) == n or axis < 0 for v, n in zip(values, rows, strict=True)
-            ):
-                if not all(_same(value, first) for value in values):
-                    return None
-                made[path] = first
-                continue
             try:
-                made[path] = _cat(values, axis)
+                if axis is not None and (axis < 0 or [_length(value, axis) for value in values] == rows):
+                    made[path] = _cat(values, axis)
+                    continue
             except (RuntimeError, TypeError, ValueError):  # of other lengths
                 return None
-        return _with(parts[0], made)
+            if not all(_same(value, first) for value in values):
+                return None
+            made[path] = first
+        (whole,) = _split(parts[0], lambda path, _: [made[path]], 1)
+        return whole
 
     def _once(self, what: str, batch: Mapping[str, Any], derive: Callable[[], _T]) -> _T:
         """``derive()``, which names and shapes decide where all entries are tensors: then once for such batches."""
@@ -130,8 +111,7 @@ class Rows:
             if not isinstance(value, torch.Tensor):
                 return derive()
             form += (name, value.shape)
-        key = tuple(form)
-        if key not in self._known:
+        if (key := tuple(form)) not in self._known:
             found = derive()
             if len(self._known) == _KEPT:
                 self._known.clear()
@@ -147,12 +127,11 @@ class Rows:
             self._known.clear()
         return axes
 
-    def _first_lengths(self, batch: Mapping[str, Any]) -> dict[str, int]:
-        """The first of `_lengths`; empty where there are none."""
-        return self._once("lengths", batch, lambda: next(self._lengths(batch), {}))
+    def _lengths(self, batch: Mapping[str, Any]) -> dict[str, int]:
+        """The rows that entries have, by name: of those that are known, else of tensors, else of lists."""
+        return self._once("lengths", batch, lambda: self._lengths_now(batch))
 
-    def _lengths(self, batch: Mapping[str, Any]) -> Iterator[dict[str, int]]:
-        """The rows that entries have, by name: of those that are known, of tensors, of lists; without empty dicts."""
+    def _lengths_now(self, batch: Mapping[str, Any]) -> dict[str, int]:
         entries = [(path, value) for path, value in _entries(batch) if not self._is_whole(path)]
         said = {path: _length(value, self.axes[path]) for path, value in entries if path in self.axes}
         known = {path: len(value) for path, value in entries if path in _ROWS_FIRST and _has_axes(value)}
@@ -162,7 +141,7 @@ class Rows:
         masks = {path: len(value) for path, value in entries if path in _MASKS and _is_array(value) and value.ndim}
         lists = {path: len(value) for path, value in others if isinstance(value, (list, tuple))}
         known |= {path: length for path, length in said.items() if length is not None}
-        return (found for found in (known, tensors, masks, lists) if found)
+        return known or tensors or masks or lists
 
     def _is_whole(self, path: str) -> bool:
         return any(path == name or path.startswith(f"{name}.") for name in self.whole)
@@ -212,37 +191,18 @@ def _entries(batch: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 
 
 def _split(
-    batch: Mapping[str, Any], axes: Mapping[str, Axis], bounds: Sequence[tuple[int, int]], prefix: str = ""
+    batch: Mapping[str, Any], cut: Callable[[str, Any], list[Any]], count: int, prefix: str = ""
 ) -> list[Mapping[str, Any]]:
-    """A batch cut at ``bounds``, entry by entry; dicts inside keep their type."""
-    parts: list[dict[str, Any]] = [{} for _ in bounds]
+    """``count`` batches of the pieces that ``cut`` makes of each entry; dicts inside keep their type."""
+    parts: list[Any] = [{} for _ in range(count)]
+    if prefix and isinstance(batch, MutableMapping):
+        parts = [copy.copy(batch) for _ in parts]
     for name, value in batch.items():
         path = f"{prefix}{name}"
-        inside = isinstance(value, Mapping)
-        cut = _split(value, axes, bounds, f"{path}.") if inside else _parts(value, axes[path], bounds)
-        for part, each in zip(parts, cut, strict=True):
-            part[name] = each
-    if not prefix or not isinstance(batch, MutableMapping):
-        return [*parts]
-    kept = [copy.copy(batch) for _ in bounds]
-    for one, part in zip(kept, parts, strict=True):
-        for name, each in part.items():
-            one[name] = each
-    return [*kept]
-
-
-def _with(batch: Mapping[str, Any], entries: Mapping[str, Any], prefix: str = "") -> Mapping[str, Any]:
-    """A batch with other entries, by dotted names; dicts inside keep their type."""
-    made = {
-        name: _with(value, entries, f"{prefix}{name}.") if isinstance(value, Mapping) else entries[f"{prefix}{name}"]
-        for name, value in batch.items()
-    }
-    if not prefix or not isinstance(batch, MutableMapping):
-        return made
-    kept = copy.copy(batch)
-    for name, value in made.items():
-        kept[name] = value
-    return kept
+        pieces = _split(value, cut, count, f"{path}.") if isinstance(value, Mapping) else cut(path, value)
+        for part, piece in zip(parts, pieces, strict=True):
+            part[name] = piece
+    return parts
 
 
 def _without_rows(batch: Mapping[str, Any]) -> set[str]:
@@ -306,8 +266,7 @@ def _has_tensors(value: Any) -> bool:
 
 
 def _is_array(value: Any) -> bool:
-    numpy = sys.modules.get("numpy")
-    return isinstance(value, torch.Tensor) or (numpy is not None and isinstance(value, numpy.ndarray))
+    return isinstance(value, (torch.Tensor, np.ndarray))
 
 
 def _has_axes(value: Any) -> bool:
@@ -346,7 +305,7 @@ def _cat(values: Sequence[Any], axis: int) -> Any:
     if isinstance(first, torch.Tensor):
         return torch.cat(list(values), dim=max(axis, 0))
     if _is_array(first):
-        return sys.modules["numpy"].concatenate(values, axis=max(axis, 0))
+        return np.concatenate(values, axis=max(axis, 0))
     if axis == 0:
         return type(first)([each for value in values for each in value])
     inner = [_cat(each, axis if axis == INSIDE else axis - 1) for each in zip(*values, strict=True)]
@@ -364,6 +323,4 @@ def _same(one: Any, other: Any) -> bool:
 def _described(value: Any) -> str:
     if _is_array(value):
         return f"a tensor of shape {list(value.shape)}"
-    if isinstance(value, (list, tuple)):
-        return f"a {type(value).__name__} of {len(value)}"
-    return f"a {type(value).__name__}"
+    return f"a {type(value).__name__}" + (f" of {len(value)}" if isinstance(value, (list, tuple)) else "")

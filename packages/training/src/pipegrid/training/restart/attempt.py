@@ -114,8 +114,7 @@ class Attempt:
             # Beside the default group: on the host whatever computes, and apart from what a save does in its thread.
             spec = GroupSpec(tuple(range(dist.get_world_size())), "attempt")
             self._group = create_groups([spec], backend="gloo", timeout=self._timeout)[spec]
-        said = self._agreed("the attempt", self._entered)
-        if said is not None:
+        if (said := self._agreed("the attempt", self._entered)) is not None:
             text, exit_code = said
             self._close(for_good=True)
             raise RestartError(text, exit_code=exit_code)
@@ -188,11 +187,8 @@ class Attempt:
             if self._line is not None:
                 self._line.update(end="preempted" if self.stopping else "finished")
             if self.stopping and dist.get_rank() == 0:
-                print(  # noqa: T201 -- the line that a person looks for
-                    f"stopped by {self._stopped_by} after step {self._step}; exit code {PREEMPTED}",
-                    file=sys.stderr,
-                    flush=True,
-                )
+                text = f"stopped by {self._stopped_by} after step {self._step}; exit code {PREEMPTED}"
+                print(text, file=sys.stderr, flush=True)  # noqa: T201 -- the line that a person looks for
             self._close(for_good=self.stopping)
             return
         own = f"rank {dist.get_rank()}: {type(error).__name__}: {error}"
@@ -232,7 +228,8 @@ class Attempt:
         if for_good and self._survivors is None:
             # All ranks ignore torchrun's SIGTERM before one of them causes it.
             wait_for_all(self._group, waiting=Waiting(what="the end of the attempt"))
-            if not signalled:  # else the signal was torchrun's own, most likely; a restart would find the record
+            # A signal was torchrun's own, most likely; a restart would find the record.
+            if not signalled:
                 stop_restarts()
         if self._neighbours is not None:
             self._neighbours.close(failure=failure)

@@ -26,33 +26,21 @@ NO_PROGRESS: Final = 70
 FILE: Final = "attempts.jsonl"
 _WIDTH: Final = 160  # bytes of a line
 
-End = Literal["", "preempted", "finished"]
-"""How an attempt ended; empty: it runs, or it failed."""
+End = Literal["", "preempted", "finished"]  # how an attempt ended; empty: it runs, or it failed
 
 
 @frozen(kw_only=True, field_transformer=checked_fields(ValueError))
 class AttemptRecord:
-    """One attempt.
+    """One attempt. ``step``: steps that all ranks have completed, those before it included; -1: no state is loaded."""
 
-    Attributes:
-        launch: of which start of the launcher; its restarts have the same.
-        restart: how often the launcher had restarted the ranks before.
-        step: steps that all ranks have completed, those before the attempt included; -1 before the state is loaded.
-        end: how it ended.
-    """
-
-    launch: Annotated[str, instance(str, "a string")]
-    restart: Index
+    launch: Annotated[str, instance(str, "a string")]  # of which start of the launcher; its restarts have the same
+    restart: Index  # how often the launcher had restarted the ranks before
     step: Annotated[int, integer(-1)] = -1
     end: End = ""
 
 
 def read_attempts(directory: Path) -> list[AttemptRecord]:
-    """The attempts so far, oldest first; without a line that a power failure has cut.
-
-    Raises:
-        OSError: the record cannot be read, or is a link or no regular file.
-    """
+    """The attempts so far, oldest first, without a line cut by a power failure; `OSError`: it is no regular file."""
     try:
         with os.fdopen(_opened(directory / FILE, os.O_RDONLY), "rb") as file:
             data = file.read()
@@ -68,10 +56,7 @@ def read_attempts(directory: Path) -> list[AttemptRecord]:
 
 
 def reason_to_stop(attempts: Sequence[AttemptRecord], now: AttemptRecord, *, limit: int) -> RestartError | None:
-    """Why ``now``, a restart after ``attempts``, must not run; None if it may.
-
-    The first attempt of a launch may always run: a person or a scheduler has decided so.
-    """
+    """Why ``now``, a restart after ``attempts``, must not run; None if it may, as the first of a launch always."""
     if now.restart == 0 or not attempts:
         return None
     last = attempts[-1]

@@ -14,7 +14,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from types import FrameType
 from typing import Any, Final
 
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
@@ -28,10 +27,8 @@ class StopSignals:
     """Notes the first signal; ends the process at once at a second one after SIGINT.
 
     A launcher also sends SIGTERM to the ranks that are left when one has failed. A rank that is stuck there would never
-    come to a step boundary: where ``failure`` has a text after a signal, the process prints it and ends within seconds.
-
-    Args:
-        failure: the job's first failure, as far as it is known here; None while there is none.
+    come to a step boundary: where ``failure()``, the job's first one as far as it is known here, is a text after a
+    signal, the process prints it and ends within seconds.
     """
 
     def __init__(self, failure: Callable[[], str | None]) -> None:
@@ -39,7 +36,8 @@ class StopSignals:
         self._failure = failure
         self._reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)
-        self._before: dict[signal.Signals, Any] = {s: signal.signal(s, _leave_to_thread) for s in _SIGNALS}
+        # Without a handler in Python, nothing would be written to the descriptor.
+        self._before: dict[signal.Signals, Any] = {s: signal.signal(s, lambda *_: None) for s in _SIGNALS}
         self._descriptor = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         self._thread = threading.Thread(target=self._read, name="pipegrid-signals", daemon=True)
         self._thread.start()
@@ -61,18 +59,14 @@ class StopSignals:
                 if not data:
                     return
                 for number in data:
-                    self._note(number)
+                    if number in _SIGNALS:  # the descriptor hears of every signal that has a handler in Python
+                        if self.received is signal.SIGINT:
+                            os._exit(_INTERRUPTED)
+                        self.received = signal.Signals(number)
             failure = self._failure() if self.received else None
             if failure is not None:
                 self._leave(failure)
                 return
-
-    def _note(self, number: int) -> None:
-        if number not in _SIGNALS:  # the descriptor hears of every signal that has a handler in Python
-            return
-        if self.received is signal.SIGINT:
-            os._exit(_INTERRUPTED)
-        self.received = signal.Signals(number)
 
     def _leave(self, failure: str) -> None:
         """End a process that is stuck: one that is not closes the socket on its way out."""
@@ -84,8 +78,3 @@ class StopSignals:
         text = f"stuck after {self.received.name} in a job that has failed: {failure}"
         print(text, file=sys.stderr, flush=True)  # noqa: T201 -- no caller is left to raise it to
         os._exit(1)
-
-
-def _leave_to_thread(number: int, frame: FrameType | None) -> None:
-    """Without a handler in Python, nothing would be written to the descriptor."""
-    del number, frame

@@ -99,7 +99,10 @@ def agree_on_name(store: Store, rank: int, world_size: int, *, timeout: float) -
         name = store.get(f"answer/{name}").decode()
         store.set(f"confirmed/{name}/{rank}", "")
     else:
-        _innermost(store).delete_key(_DUMP_SIGNAL)
+        innermost = store  # below all prefixes
+        while (below := getattr(innermost, "underlying_store", None)) is not None:
+            innermost = below
+        innermost.delete_key(_DUMP_SIGNAL)
     missing = set(range(1, world_size))
     while missing and not store.check([f"complete/{name}"]):
         for other in sorted(missing) if rank == 0 else ():
@@ -113,10 +116,3 @@ def agree_on_name(store: Store, rank: int, world_size: int, *, timeout: float) -
     if rank == 0:
         store.set(f"complete/{name}", "")
     return name
-
-
-def _innermost(store: Store) -> Store:
-    """The store below all prefixes."""
-    while (below := getattr(store, "underlying_store", None)) is not None:
-        store = below
-    return store

@@ -116,7 +116,7 @@ class Script:
 
     def die(self, rank, process):
         """Without a word; the next process of the rank starts."""
-        _, _, (_, (stop, _), *_), _ = here.survivors.epochs._close.detach()
+        _, _, (_, stop, *_), _ = here.survivors.epochs._close.detach()
         stop.set()
         self.dead.append(here.survivors)
         self.start(rank, process + 1)

@@ -58,10 +58,10 @@ def load_safetensors(state: TrainingState, path: str | os.PathLike[str]) -> None
     """
     from safetensors import SafetensorError, safe_open
 
-    where = Path(path)
     by_module: dict[str, list[Slot]] = {}
     for slot in known_state(state).slots():
         by_module.setdefault(slot.held.module, []).append(slot)
+    where = Path(path)
     paths = sorted(where.glob("*.safetensors")) if where.is_dir() else [where]
     try:
         with ExitStack() as opened:

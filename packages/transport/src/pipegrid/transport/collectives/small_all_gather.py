@@ -47,7 +47,7 @@ class SmallAllGather:
     _memory: array[float] = field(init=False)  # by rank, `MOST` numbers and their count
     _row: list[torch.Tensor] = field(init=False)
     _peers: list[tuple[int, list[torch.Tensor]]] = field(init=False)
-    _works: list[Any] = field(init=False)
+    _works: list[Any] = field(factory=list, init=False)  # that have not ended
     ended: bool | RuntimeError = field(default=True, init=False)
 
     def __attrs_post_init__(self) -> None:
@@ -111,8 +111,10 @@ class SmallAllGather:
             raise self.ended
         end = math.inf if timeout is None else time.monotonic() + timeout.total_seconds()
         try:
-            for work in self._works:
-                work.wait(*(() if timeout is None else (timedelta(seconds=max(end - time.monotonic(), 1e-3)),)))
+            while self._works:
+                left = () if timeout is None else (timedelta(seconds=max(end - time.monotonic(), 1e-3)),)
+                self._works[0].wait(*left)
+                del self._works[0]  # a second wait for a message that has come would wait for another one
             self.ended = True
         except RuntimeError as error:
             late = time.monotonic() >= end - _EARLY_SECONDS

@@ -112,8 +112,8 @@ class SmallAllGather:
         end = math.inf if timeout is None else time.monotonic() + timeout.total_seconds()
         try:
             while self._works:
-                left = () if timeout is None else (timedelta(seconds=max(end - time.monotonic(), 1e-3)),)
-                self._works[0].wait(*left)
+                work = self._works[0]
+                work.wait(*(() if timeout is None else (timedelta(seconds=max(end - time.monotonic(), 1e-3)),)))
                 del self._works[0]  # a second wait for a message that has come would wait for another one
             self.ended = True
         except RuntimeError as error:

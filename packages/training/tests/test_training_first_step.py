@@ -124,7 +124,7 @@ def what_is_unused_has_zeros(monkeypatch):
 
     def differences(self, right):
         right.gradients["layers.0.linear.bias"] = None
-        for name, one in self.named():
+        for name, one in self.job.named():
             one.grad = torch.zeros_like(one) if name == "layers.0.linear.bias" else one.grad
         return original(self, right)
 

@@ -125,7 +125,7 @@ class PositionLane:
 
     Examples:
         >>> from pipegrid.core import Direction
-        >>> str(PositionLane(source=0, destination=1, direction=Direction.FORWARD))
+        >>> str(Lane(source=0, destination=1, direction=Direction.FORWARD))
         'F0>1'
     """
 

@@ -38,7 +38,7 @@ def test_without_an_address_or_a_server_the_error_says_so(monkeypatch):
         pass
     from datetime import timedelta
 
-    with pytest.raises(GroupConnectionError, match=f"the job's store at {address} took no connection for 'run'"):
+    with pytest.raises(GroupConnectionError, match=f"cannot connect to the job's store at {address} for 'run': "):
         job_store("run", address=address, timeout=timedelta(seconds=1))
 
 

@@ -161,7 +161,7 @@ def test_a_connection_to_a_store_whose_host_is_gone_is_an_error_at_the_deadline(
         host.send_signal(getattr(signal, signal_))
         os.waitid(os.P_PID, host.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)  # else it may still answer
         start = time.monotonic()
-        with pytest.raises(error, match=r"^rank 0: the default group's store took no connection for 'watch'"):
+        with pytest.raises(error, match=r"^rank 0: cannot connect to the default group's store for 'watch'"):
             control_store("watch", timeout=timedelta(seconds=0.5))
         assert time.monotonic() - start < 0.5 + 3
     finally:

@@ -46,7 +46,7 @@ def test_their_memory_is_used_again(ranks):
         assert gather.ended is False
         gather.send([float(turn)] * (1 + turn % MOST))
         assert gather.wait(timedelta(seconds=20))
-        assert gather.wait(timedelta(seconds=20))  # as whoever looks whether it has a result
+        assert gather.wait(timedelta(seconds=20))  # at once: a cut of the group asks each work for its result
         assert gather.here() == [[float(turn)] * (1 + turn % MOST)] * 2
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 
 class GradientError(ValueError):
-    """Gradients that cannot be reduced, tied, deferred, clipped or scaled correctly as asked; or a wrong loss scale.
+    """Gradients that cannot be reduced, tied, deferred, clipped or scaled correctly as asked.
+
+    Also a loss scale outside of its range.
 
     Examples:
         >>> LossScale(scale=-1.0)

@@ -132,7 +132,7 @@ def _gather(x: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
 
 
 def _start_gather(x: torch.Tensor, group: dist.ProcessGroup | None) -> tuple[torch.Tensor, Any]:
-    """The shards of all ranks, concatenated along the first axis, once what is given beside them has ended."""
+    """An all-gather along the first axis: the output tensor, and its handle, which `wait_inside` waits for."""
     whole = x.new_empty((x.shape[0] * dist.get_world_size(group), *x.shape[1:]))
     return whole, gather_flat(whole, x.contiguous(), group)
 

@@ -276,7 +276,10 @@ class Monitor:
                 self._calls.start(self._unbounded.tidy)  # for which no step waits
 
     def _require_announced(self, now: float) -> None:
-        """Abort transfers if the store has refused the step's announcement, or is late with an answer."""
+        """Abort this rank's transfers where the store has refused the announcement of the step, or has not answered.
+
+        ``now``: in `time.monotonic` seconds.
+        """
         call = self._announcement
         if call is not None and not call.done.locked() and call.error is not None:
             self._not_announced(call.error)

@@ -313,10 +313,10 @@ def control_store(label: str, *, timeout: timedelta = _CONNECT) -> Store:
         return bounded(compat.own_store, prefix, seconds=seconds, name="pipegrid-connect")
     except SilentStoreError:
         raise GroupStoreError(
-            f"rank {rank}: the default group's store took no connection for {label!r} within {seconds:g} s; the "
+            f"rank {rank}: cannot connect to the default group's store for {label!r} within {seconds:g} s; the "
             "process that holds it may have ended"
         ) from None
     except RuntimeError as error:
         raise GroupConnectionError(
-            f"rank {rank}: the default group's store took no connection for {label!r}: {str(error).splitlines()[0]}"
+            f"rank {rank}: cannot connect to the default group's store for {label!r}: {str(error).splitlines()[0]}"
         ) from error

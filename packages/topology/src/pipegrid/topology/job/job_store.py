@@ -71,6 +71,6 @@ def job_store(label: str, *, address: str | None = None, timeout: timedelta = ti
         connect = partial(TCPStore, host, int(port), is_master=False, timeout=timeout)
         store = bounded(connect, seconds=timeout.total_seconds() + 1, name="pipegrid-connect")
     except RuntimeError as error:
-        refused = f"the job's store at {given} took no connection for {label!r}"
-        raise GroupConnectionError(f"{refused}: {str(error).splitlines()[0]}") from error
+        why = str(error).splitlines()[0]
+        raise GroupConnectionError(f"cannot connect to the job's store at {given} for {label!r}: {why}") from error
     return PrefixStore(f"pipegrid/job/{label}", store)

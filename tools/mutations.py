@@ -302,7 +302,7 @@ MUTATIONS = (
     ),
     # ---- schedules: the runtime, and a step of Megatron's
     Mutation(
-        "schedules/runtime/stages/memory.py",
+        "schedules/runtime/stages/deallocation.py",
         "        if self.unsent == 0:",
         "        if self.unsent <= 1:",
         "an output is freed before its last message has left",

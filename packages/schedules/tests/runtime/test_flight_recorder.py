@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from pipegrid.schedules import PipelineError, PipelineRuntime, lower, one_f_one_b
-from pipegrid.schedules.runtime import step_failures
-from pipegrid.schedules.runtime.step_failures import FlightRecorder, nccl_dump
+from pipegrid.schedules.runtime import flight_recorder
+from pipegrid.schedules.runtime.flight_recorder import FlightRecorder, nccl_dump
 from pipegrid.transport import Communicator
 
 from ..kit.stages import Scale, raising
@@ -68,7 +68,7 @@ def test_a_lane_that_cannot_be_described_does_not_hide_the_failure(tmp_path):
 
 
 def test_the_nccl_flight_recorder_is_written_beside_under_the_name_that_torchs_reader_takes(tmp_path, monkeypatch):
-    monkeypatch.setattr(step_failures, "nccl_dump", lambda: lambda: b"a pickle")
+    monkeypatch.setattr(flight_recorder, "nccl_dump", lambda: lambda: b"a pickle")
     text = FlightRecorder(tmp_path, 3, Communicator()).record(PLAN, "lost", "lost", "nowhere")
     assert text.endswith(f" who holds the job up: pipegrid explain {tmp_path}")
     assert (tmp_path / "nccl_trace_rank_3").read_bytes() == b"a pickle"

@@ -27,8 +27,8 @@ from pipegrid.plans.passes.lowering import lower
 from pipegrid.plans.plan.actions import Action, ActionKind
 from pipegrid.plans.verify.verify import verify
 from pipegrid.schedules.runtime import PipelineError, PipelineRuntime
+from pipegrid.schedules.runtime.stages.deallocation import PendingFree
 from pipegrid.schedules.runtime.stages.edge_queues import SendQueue
-from pipegrid.schedules.runtime.stages.memory import PendingFree
 from pipegrid.transport import P2PCommunicator
 from pipegrid.transport.base import Communicator
 from plan_kit.plans import in_halves

@@ -13,7 +13,7 @@ from pipegrid.core.graph import ModuleGraph
 from pipegrid.plans.plan import compute_plan, parse_action
 from pipegrid.schedules import PipelineError, PipelineRuntime, StageOutputError, gpipe, lower, verify
 from pipegrid.schedules.runtime.stages.edge_queues import SendQueue
-from pipegrid.schedules.runtime.stages.memory import is_shared
+from pipegrid.schedules.runtime.stages.reused import is_shared
 from pipegrid.transport import Direction, Edge, P2PCommunicator, P2PConfig
 
 from ..kit.stages import Function

@@ -37,7 +37,8 @@ class PairsGroup(FakeGroup):
         """Add a message to the batch; a lone one is launched on the communicator of the pair."""
         if self._batch is not None or not self._has_pairs():
             return super()._post(tensors, peer, sending=sending)
-        return self._pair(peer)._post(tensors, int(peer > self._here), sending=sending)  # noqa: SLF001 (of its class)
+        pair = self._pair(peer)
+        return (pair.send if sending else pair.recv)(tensors, int(peer > self._here))
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the timeout of the operations of all communicators."""

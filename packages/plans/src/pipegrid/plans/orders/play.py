@@ -91,11 +91,12 @@ def cycles(programs: Sequence[Program], at: Sequence[int]) -> list[list[tuple[Wa
 def rings(followed: Mapping[int, int]) -> Iterator[list[int]]:
     """Of numbers that each lead to one other, those that come round to themselves; each is in one ring at most."""
     seen: set[int] = set()
-    for number in followed:
+    for first in followed:
         way: list[int] = []
+        number = first
         while number in followed and number not in seen:
             seen.add(number)
             way.append(number)
-            number = followed[number]  # noqa: PLW2901
+            number = followed[number]
         if number in way:
             yield way[way.index(number) :]

@@ -23,6 +23,8 @@ from pipegrid.plans.simulate import simulate, unit_costs
 from pipegrid.plans.verify import Proof
 from pipegrid.schedules.runtime.actions import Call, Effect, PairEffect
 from pipegrid.schedules.runtime.agreement import StepAgreement
+from pipegrid.schedules.runtime.failures import line_of
+from pipegrid.schedules.runtime.flight_recorder import FlightRecorder
 from pipegrid.schedules.runtime.position import BoundPosition
 from pipegrid.schedules.runtime.preflight import (
     bare_stages,
@@ -35,7 +37,7 @@ from pipegrid.schedules.runtime.preflight import (
 from pipegrid.schedules.runtime.program import Cursor, programs
 from pipegrid.schedules.runtime.stages.hooks import Hook
 from pipegrid.schedules.runtime.stages.stage import Stage, require_bare
-from pipegrid.schedules.runtime.step_failures import FlightRecorder, PipelineError, StepFailures, line_of
+from pipegrid.schedules.runtime.step_failures import PipelineError, StepFailures
 from pipegrid.schedules.runtime.warm_up import warm_up_stages
 from pipegrid.search.buffers import PositionBuffers
 from pipegrid.transport.base import Communicator, as_communicator

@@ -12,9 +12,10 @@ from pipegrid.core.edge import Direction, Edge
 from pipegrid.plans.plan.actions import Action
 from pipegrid.reshard import SPLIT_SIZES
 from pipegrid.schedules.errors import StageOutputError
+from pipegrid.schedules.runtime.stages.deallocation import PendingFree
 from pipegrid.schedules.runtime.stages.hooks import MessageHook
-from pipegrid.schedules.runtime.stages.memory import PLAIN, PendingFree, is_shared, num_holders
 from pipegrid.schedules.runtime.stages.payloads import flatten, map_tensors, piece_name, unpacked
+from pipegrid.schedules.runtime.stages.reused import PLAIN, is_shared, num_holders
 from pipegrid.transport.base import Communicator, Port
 from pipegrid.transport.messages.slot import Slot
 from pipegrid.transport.protocol import Handle, Payload, ReceiveHandle, ReusableReceive

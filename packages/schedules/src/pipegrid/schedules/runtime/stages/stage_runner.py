@@ -18,10 +18,11 @@ from pipegrid.autograd.fsdp import is_fsdp
 from pipegrid.core.edge import Edge
 from pipegrid.core.errors import StepArgumentError
 from pipegrid.schedules.errors import StageOutputError
+from pipegrid.schedules.runtime.stages.deallocation import Deallocation
 from pipegrid.schedules.runtime.stages.edge_queues import RecvQueue, SendQueue
 from pipegrid.schedules.runtime.stages.in_flight import ActivationsInFlight, InFlight, differentiable
-from pipegrid.schedules.runtime.stages.memory import Deallocation, copied_from, keep_own_gradients, memory_of
 from pipegrid.schedules.runtime.stages.payloads import detached, flatten, gradient_of, map_tensors, piece_name
+from pipegrid.schedules.runtime.stages.reused import copied_from, keep_own_gradients, memory_of
 from pipegrid.schedules.runtime.stages.shared_calls import LentQueue, SummedQueue
 from pipegrid.schedules.runtime.stages.slices import Slice
 from pipegrid.schedules.runtime.stages.stage import (

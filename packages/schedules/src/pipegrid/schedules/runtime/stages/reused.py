@@ -1,4 +1,4 @@
-"""Memory of outputs that is freed after their send (``deallocate_outputs``), and memory to which messages come again.
+"""Memory to which messages come again, of which nothing else may be left.
 
 Autograd may pass a received gradient on as it is, or a view of it: as the gradient of an input, which is sent later, or
 as that of a parameter, which keeps the first one that it gets. Nothing of that may be left where messages come again.
@@ -6,16 +6,9 @@ as that of a parameter, which keeps the first one that it gets. Nothing of that 
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable, Sequence
 
 import torch
-from attrs import define, field
-
-from pipegrid.autograd import free_storage, require_deallocatable
-from pipegrid.schedules.errors import StageOutputError
-from pipegrid.schedules.runtime.stages.payloads import flatten
-from pipegrid.transport.protocol import Payload
 
 PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 # There is no public way to ask; without this one, all memory counts as held. `test_static_outputs.py` pins it.
@@ -68,48 +61,3 @@ def _own(tensor: torch.Tensor) -> torch.Tensor:
 def _has_memory(tensor: torch.Tensor) -> bool:
     """Whether it is a tensor of torch's own over one storage."""
     return type(tensor) in PLAIN and tensor.layout is torch.strided
-
-
-@define(eq=False)
-class PendingFree:
-    """The outputs of one forward, whose storage is freed after ``unsent`` more messages have left."""
-
-    unsent: int
-    tensors: Sequence[torch.Tensor]
-
-    def sent(self) -> None:
-        """One of the messages has left."""
-        self.unsent -= 1
-        if self.unsent == 0:
-            for tensor in self.tensors:
-                free_storage(tensor)
-
-
-@define(eq=False)
-class Deallocation:
-    """Judges the outputs of stage ``number``."""
-
-    number: int
-    _outputs: dict[int, weakref.ref[torch.Tensor]] = field(factory=dict, init=False)
-
-    def begin(self) -> None:
-        """Forget the outputs of earlier steps that are gone."""
-        self._outputs = {key: output for key, output in self._outputs.items() if output() is not None}
-
-    def pending(self, away: Sequence[bool], payloads: Sequence[Payload], loss: torch.Tensor | None) -> PendingFree:
-        """The outputs of one forward that leave by message (``away``), whose storage goes when they have left."""
-        sent = [payload for leaves, payload in zip(away, payloads, strict=True) if leaves]
-        # An input passed straight on is a leaf: its storage is not ours.
-        tensors = {id(t): t for t in flatten(sent) if t is not None and t.grad_fn is not None}
-        for key, tensor in tensors.items():
-            require_deallocatable(tensor)
-            before = self._outputs.get(key)
-            if before is not None and before() is tensor:  # it is freed as soon as it has left the first time
-                raise StageOutputError(
-                    f"stage {self.number} returned one tensor as the output of two microbatches, which is freed after "
-                    "the first send; return output.clone(), or set deallocate_outputs=False"
-                )
-            self._outputs[key] = weakref.ref(tensor)
-        roots = {id(root) for root in flatten([*payloads, loss]) if root is not None and root.requires_grad}
-        # With several roots the graph of one may have saved another, so none is freed.
-        return PendingFree(len(sent), list(tensors.values()) if len(roots) == 1 else [])

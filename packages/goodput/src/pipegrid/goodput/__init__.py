@@ -1,7 +1,8 @@
 """Training under failures, predicted: restarts, new plans and spare nodes, and the interval between checkpoints."""
 
 from pipegrid.goodput.outages import Failures, Outage, random_failures, read_failures
-from pipegrid.goodput.goodput import Goodput, best_interval, daly, daly_goodput, goodput, possible, young
+from pipegrid.goodput.goodput import Goodput, goodput, possible
+from pipegrid.goodput.interval import best_interval, daly, daly_goodput, young
 from pipegrid.goodput.report import goodput_json, goodput_table
 from pipegrid.goodput.rerouted import rerouted_throughput
 from pipegrid.goodput.simulate import CAUSES, POLICIES, Outcome, Policy, Scenario, simulate

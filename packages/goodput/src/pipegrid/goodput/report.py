@@ -11,7 +11,8 @@ from attrs.filters import exclude
 
 from pipegrid.core.tables import table, text_table
 from pipegrid.goodput.durations import duration_text
-from pipegrid.goodput.goodput import Goodput, daly_goodput
+from pipegrid.goodput.goodput import Goodput
+from pipegrid.goodput.interval import daly_goodput
 from pipegrid.goodput.simulate import CAUSES, Outcome
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from functools import cached_property
 from typing import Annotated, Any, Literal, TypeAlias, get_args
@@ -12,6 +11,7 @@ from attrs import define, evolve, field, frozen
 from pipegrid.core.fields import Index, Rule, checked_fields, instance
 from pipegrid.goodput.durations import DURATION, Duration, seconds_of
 from pipegrid.goodput.outages import Failures
+from pipegrid.goodput.stretch import Stretch, whole
 from pipegrid.goodput.throughput import Throughput, by_nodes
 from pipegrid.planner.errors import JobError
 
@@ -22,7 +22,6 @@ POLICIES: tuple[Policy, ...] = get_args(Policy)
 Cause: TypeAlias = Literal["redone", "checkpoints", "recovery", "waiting", "fewer_nodes", "idle_spares"]
 CAUSES: tuple[Cause, ...] = get_args(Cause)
 """Causes of lost time."""
-_EDGE = 1e-6  # part of a step: a time this close to the end of a step counts as that end
 
 
 def _restart(value: Any) -> float | tuple[tuple[int, float], ...]:
@@ -132,68 +131,6 @@ class Outcome:
     lost: Mapping[Cause, float]
 
 
-def _whole(steps: float) -> int:
-    """Number of complete steps in ``steps``."""
-    return math.floor(steps + _EDGE)
-
-
-@frozen
-class _Stretch:
-    """Training from ``done`` steps on, with a checkpoint of ``saved`` of them.
-
-    A step takes ``step`` seconds. After ``every`` steps since the last checkpoint (None: never) training stops for
-    ``checkpoint`` seconds; ``write`` seconds later, while it goes on, the checkpoint can be loaded, and not before that
-    begins the next. A checkpoint that a failure has prevented is made up for after one step.
-    """
-
-    step: float
-    every: int | None
-    checkpoint: float
-    write: float
-    done: int
-    saved: int
-
-    @property
-    def first(self) -> int:
-        """Steps before the first checkpoint."""
-        return max(1, (self.every or 0) - (self.done - self.saved))
-
-    @property
-    def spacing(self) -> int:
-        """Steps between checkpoints."""
-        return max(self.every or 1, math.ceil(self.write / self.step - _EDGE))
-
-    def at(self, elapsed: float) -> tuple[float, int, float]:
-        """After ``elapsed`` seconds: steps done, steps that a checkpoint keeps, seconds in checkpoints."""
-        head = self.first * self.step
-        if self.every is None or elapsed < head:
-            return self.done + elapsed / self.step, self.saved, 0.0
-        cycle = self.checkpoint + self.spacing * self.step
-        slack = _EDGE * self.step
-        turn = math.floor((elapsed - head + slack) / cycle)
-        rest = max(0.0, elapsed - head - turn * cycle)
-        base = self.done + self.first
-        steps = min(max(0.0, rest - self.checkpoint) / self.step, self.spacing)
-        kept = math.floor((elapsed - head - self.checkpoint - self.write + slack) / cycle)
-        return (
-            base + turn * self.spacing + steps,
-            base + kept * self.spacing if kept >= 0 else self.saved,
-            turn * self.checkpoint + min(rest, self.checkpoint),
-        )
-
-    def next_edge(self, elapsed: float) -> float:
-        """Seconds at which a step ends, or the checkpoint after it: the first such at ``elapsed`` or later."""
-        head, slack = self.first * self.step, _EDGE * self.step
-        if self.every is None or elapsed <= head + slack:
-            return math.ceil(elapsed / self.step - _EDGE) * self.step
-        cycle = self.checkpoint + self.spacing * self.step
-        start = head + math.floor((elapsed - head + slack) / cycle) * cycle
-        if elapsed <= start + slack:
-            return elapsed
-        steps = max(0, math.ceil((elapsed - start - self.checkpoint) / self.step - _EDGE))
-        return start + self.checkpoint + steps * self.step
-
-
 def simulate(scenario: Scenario, policy: Policy, every: int | None) -> Outcome:
     """The run of ``scenario`` under ``policy`` with a checkpoint after ``every`` steps; None: without checkpoints.
 
@@ -235,7 +172,7 @@ class _SimulatedRun:
     done: float = 0.0
     saved: int = 0
     since: float = 0.0
-    stretch: _Stretch | None = None
+    stretch: Stretch | None = None
     due: float | None = None
     intact: bool = True  # nodes that are up have the state, which else is in the checkpoint of ``saved`` steps alone
     drain: float | None = None  # seconds of a stop until a checkpoint of all steps can be loaded
@@ -269,7 +206,7 @@ class _SimulatedRun:
         self.training.remove(node)
         self.account(time)
         self.intact = self.intact and self.survives()
-        kept = _whole(self.done) if self.intact else self.saved
+        kept = whole(self.done) if self.intact else self.saved
         self.lost["redone"] += (self.done - kept) * self.scenario.step
         self.done = kept
         self.resume(time)
@@ -325,9 +262,9 @@ class _SimulatedRun:
         """Train, from the end of a step."""
         scenario = self.scenario
         self.fill()
-        self.since, self.intact, self.done = time, True, _whole(self.done)
+        self.since, self.intact, self.done = time, True, whole(self.done)
         step = self.throughput.step(len(self.training))
-        self.stretch = _Stretch(step, self.every, scenario.checkpoint, scenario.write, self.done, self.saved)
+        self.stretch = Stretch(step, self.every, scenario.checkpoint, scenario.write, self.done, self.saved)
 
     def account(self, time: float) -> None:
         """Count the seconds until ``time`` to their causes; what the run has done in them ends here."""
@@ -346,7 +283,7 @@ class _SimulatedRun:
             self.lost["checkpoints"] += saving
             self.lost["recovery"] += elapsed - saving
             if self.drain is not None and elapsed >= self.drain:
-                self.saved = _whole(self.done)
+                self.saved = whole(self.done)
         else:
             self.lost["waiting"] += elapsed
         self.due = None

@@ -1,7 +1,8 @@
 """Backwards in two halves, freed outputs, and the parts of torch's autograd engine that both need."""
 
 from pipegrid.autograd.compiled import compile_split
-from pipegrid.autograd.engine import free_storage, require_deallocatable, run_backward, shape_of_gradient
+from pipegrid.autograd.deallocate import free_storage, require_deallocatable
+from pipegrid.autograd.engine import run_backward, shape_of_gradient
 from pipegrid.autograd.partition import input_path_of
 from pipegrid.autograd.split_backward import WeightHalf, backward_inputs, backward_weights
 from pipegrid.autograd.tree import compiled_modules, is_compiled_in_place

@@ -1,4 +1,4 @@
-"""The two parts of torch's autograd engine without a public form, which tests pin, and outputs that are freed.
+"""The two parts of torch's autograd engine without a public form. Tests pin both functions.
 
 `torch.autograd.backward` and `torch.autograd.grad` are `run_backward` with checks before it. These take about as long
 as the engine itself does for a small graph, and one of them rules out freed outputs: such an output has one element,
@@ -17,8 +17,6 @@ from typing import Any
 import torch
 from torch.autograd import Variable
 from torch.autograd.graph import GradientEdge, _engine_run_backward
-
-from pipegrid.core.errors import StepArgumentError
 
 _LOG = logging.getLogger(torch.autograd.graph.__name__)
 _ACCELERATOR = torch.accelerator.current_accelerator()
@@ -72,32 +70,3 @@ def run_backward(
         accumulate_grad=accumulate,
     )
     return found
-
-
-def free_storage(out: torch.Tensor) -> None:
-    """Free the storage of a sent activation; its ``grad_fn`` stays for the backward.
-
-    Examples:
-        >>> import torch
-        >>> output = torch.randn(2, 4, requires_grad=True) * 2
-        >>> free_storage(output)
-        >>> output.untyped_storage().nbytes(), output.grad_fn is not None
-        (4, True)
-    """
-    require_deallocatable(out)
-    out.data = torch.empty((1,), device=out.device, dtype=out.dtype)
-
-
-def require_deallocatable(out: torch.Tensor | None) -> None:
-    """Raise StepArgumentError for a view, whose base would be freed as well; a leaf is never freed.
-
-    Examples:
-        >>> import torch
-        >>> require_deallocatable(torch.ones(2, requires_grad=True) * 2)
-    """
-    if out is None or out.grad_fn is None:
-        return
-    if out._base is not None:  # noqa: SLF001 -- the documented way to ask whether a tensor is a view
-        raise StepArgumentError(
-            f"an output of shape {tuple(out.shape)} is a view of another tensor and cannot be freed; return its clone()"
-        )

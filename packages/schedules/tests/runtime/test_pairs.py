@@ -358,7 +358,7 @@ def test_a_stage_that_frees_its_own_parameters_is_not_interleaved(process_group)
 
 
 def test_a_context_without_synchronization_is_left_for_the_last_backward_alone():
-    from pipegrid.schedules.megatron.step import _Suspended
+    from pipegrid.schedules.megatron.no_sync import _Suspended
 
     inside, seen = [], []
 

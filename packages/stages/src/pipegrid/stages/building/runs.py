@@ -280,7 +280,9 @@ class Values(Events):  # type: ignore[no-untyped-call]
         if makes_memory(func):
             try:
                 results = called_on_meta(func, args, kwargs)
-            except RuntimeError:  # it has no shape without values
+            except RuntimeError:
+                results = None  # it has no shape without values
+            if results is None:
                 results = result = func(*args, **kwargs)
             event = self.operation(func, tensors_in(results))
             if event in self._others:

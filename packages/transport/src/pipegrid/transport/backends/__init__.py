@@ -12,7 +12,8 @@
 from __future__ import annotations
 
 from pipegrid.transport.backends.base import Mover, Operation, Ticket
-from pipegrid.transport.backends.gloo import DryMover, GlooMover, Loop, never_preempt, one_loop
+from pipegrid.transport.backends.dry import DryMover
+from pipegrid.transport.backends.gloo import GlooMover, Loop, never_preempt, one_loop
 from pipegrid.transport.backends.kinds import kind_of, nccl_options
 from pipegrid.transport.backends.local import LocalMover
 from pipegrid.transport.backends.nccl import NcclMover, NcclTicket, connect_members, lift_timeout, warn_of_watchdog

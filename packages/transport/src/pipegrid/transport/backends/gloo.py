@@ -109,22 +109,6 @@ class GlooTicket(list[Any]):
         """Return: the host is the stream of a CPU."""
 
 
-class DryMover(Mover):
-    """Drops what is sent, and receives zeros: a dry run over torch's ``fake`` backend, where no other rank exists."""
-
-    streams = False
-
-    def start(self, operations: Sequence[Operation]) -> Sequence[GlooTicket]:
-        """Fill the buffers of receives with zeros; done from the start."""
-        for sending, tensors, _, _ in operations:
-            for tensor in () if sending else tensors:
-                tensor.detach().zero_()
-        return [GlooTicket() for _ in operations]
-
-    def abort(self) -> None:
-        """Return: nothing is under way."""
-
-
 class GlooMover(Mover):
     """Sends and receives of a gloo backend, which has ``send`` and ``recv``."""
 

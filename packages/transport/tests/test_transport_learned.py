@@ -5,7 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pipegrid.transport import Edge, P2PCommunicator, P2PConfig, P2PError, P2PMismatchError, P2PUsageError
+from pipegrid.transport import (
+    Edge,
+    P2PCommunicator,
+    P2PConfig,
+    P2PError,
+    P2PMismatchError,
+    P2PTimeoutError,
+    P2PUsageError,
+)
 
 from .two_ranks import heard, say
 
@@ -49,6 +57,56 @@ def test_the_first_receives_are_posted_as_the_step_begins(ranks, ahead):
                 assert before == (min(ahead, 3) if turn else 0)
                 assert arrived == [0.0, 1.0, 2.0]
                 assert lane.received == 3 * (turn + 1)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("size", [2**14, 2**14 + 1])
+def test_the_first_small_receive_of_the_next_step_is_posted_in_the_step_before(ranks, size):
+    """Of at most 64 KB; gloo ends a send when its receive is posted."""
+    communicator = opened()
+    lane, payload = lane_of(communicator), torch.arange(float(size))
+
+    def move():
+        return lane.isend(payload).wait() if ranks.rank == 0 else lane.irecv().result()
+
+    for turn in range(2):
+        lane.begin_step("a batch" if turn else None, learn=not turn)
+        move()
+        if not turn:
+            lane.learn("a batch")
+        lane.begin_step()
+    ranks.barrier()
+    if ranks.rank == 0:
+        lane.begin_step("a batch")
+        if size > 2**14:
+            with pytest.raises(P2PTimeoutError):
+                lane.isend(payload).wait(0.3)
+        else:
+            lane.isend(payload).wait(30.0)
+    ranks.barrier()
+    if ranks.rank == 1 and size <= 2**14:
+        lane.begin_step("a batch")
+        assert torch.equal(move(), payload)
+    communicator.close()
+
+
+@pytest.mark.ranks(2)
+def test_receives_that_were_posted_for_one_batch_take_no_message_of_another(ranks):
+    with opened() as communicator:
+        lane, known = lane_of(communicator), set()
+        for turn, size in enumerate([2, 3, 2, 3, 3, 5, 2, 2, 5, 3, 5]):
+            batch, payloads = f"rows of {size}", [torch.full((size,), turn + number / 8) for number in range(2)]
+            lane.begin_step(batch if size in known else None, learn=size not in known)
+            if ranks.rank == 0:
+                for handle in [lane.isend(payload) for payload in payloads]:
+                    handle.wait()
+            else:
+                for payload in payloads:
+                    assert torch.equal(lane.irecv().result(), payload)
+            if size not in known:
+                lane.learn(batch)
+            known.add(size)
+            lane.begin_step()
 
 
 @pytest.mark.ranks(2)

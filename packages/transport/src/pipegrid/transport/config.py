@@ -79,7 +79,8 @@ class P2PConfig:
         open_deadline: seconds that all members have to open their lanes.
         receives_ahead: receives of its plan that a step keeps posted on each lane before their turn, so that a message
             finds its buffer however late the receiver is; at most 1024. Each costs the memory of one message while the
-            step runs. Over gloo, on lanes with a communicator of their own and without ``strict``: inside modules,
+            step runs; the first message of a step that a lane has learned, of at most 64 KB, finds it from the step
+            before on. Over gloo, on lanes with a communicator of their own and without ``strict``: inside modules,
             and between them in a step whose messages a lane has learned; ignored elsewhere.
         max_ctas: thread blocks that a lane's NCCL kernel may occupy; None leaves it to NCCL.
         staged: payloads travel through host memory over gloo, whatever the group's backend: several ranks per GPU, or

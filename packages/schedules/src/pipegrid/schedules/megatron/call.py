@@ -44,7 +44,7 @@ class LossSums:
     Attributes:
         start: starts to add up what all ranks have found, from the ``info`` of each loss of this one; what it returns
             waits for the sums: float64, of which the second is that of the tokens.
-        early: start behind the last forward of this rank and the next send; else behind its last backward.
+        early: start behind the last forward of this rank and the send of its output; else behind its last backward.
         begun: `begin` was called.
     """
 

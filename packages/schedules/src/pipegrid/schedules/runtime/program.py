@@ -104,11 +104,14 @@ def _follow(bounds: list[Bound], *calls: Call) -> None:
 
 
 def _call_beside(at: BoundPosition, steps: list[list[Bound]]) -> None:
-    """Have `BoundPosition.call_beside` follow the last forward and, so that it delays none, the send behind it."""
+    """Have `BoundPosition.call_beside` follow the last forward and, so that it delays none, the send of its output.
+
+    On a last stage it comes before the last backward: what it starts takes less time than a wait for it afterwards.
+    """
     kinds = [{bound.action.kind for bound in bounds} for bounds in steps]
     last = max((number for number, held in enumerate(kinds) if ActionKind.F in held), default=None)
     if last is not None:
-        sends = {ActionKind.SEND_F, ActionKind.SEND_B, ActionKind.COLLECTIVE}
+        sends = {ActionKind.SEND_F, ActionKind.COLLECTIVE}
         place = next((number for number in range(last, len(steps)) if kinds[number] & sends), last)
         _follow(steps[place], at.call_beside)
 

@@ -255,7 +255,7 @@ class PipelineRuntime:
             start: called as the step begins, before neighbours compare it; may communicate among ranks of one stage.
                 Its failure is the step's, also on neighbours.
             finish: called after the last action, likewise, such as a reduction of gradients. A monitor watches both.
-            beside: called behind the last forward of this rank and the message that leaves next, where one does: to
+            beside: called behind the last forward of this rank and the send of its output, where one leaves: to
                 start what may go on beside the rest of the step.
             agree: what else neighbours must run alike; compared beside the plan, before a message is used.
             batch: signature of what the step computes on, for a communicator with ``shapes="learned"``: the shapes and

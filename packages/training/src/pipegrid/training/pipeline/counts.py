@@ -102,8 +102,9 @@ class CallMeeting:
             if numbers is not None:
                 self.sums = torch.tensor(numbers, dtype=torch.float64)
             if not has_streams(self.device):
-                require_one_call(self.call, self.sums.tolist())
-                if self.sums[-1] > 0:
+                numbers = self.sums.tolist() if numbers is None else numbers
+                require_one_call(self.call, numbers)
+                if numbers[-1] > 0:
                     raise JobFailedError(f"another rank of the job has failed in {self.call}(); its error says why")
 
     def met(self) -> Tensor:

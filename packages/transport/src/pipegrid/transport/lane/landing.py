@@ -23,7 +23,7 @@ from pipegrid.transport.messages.message import Signature
 from pipegrid.transport.messages.payload import ReceiveBuffers, dtype_of
 
 HEADERS_AHEAD = 2  # headers of which the receives are posted: of a step's next message, and of one ahead
-BESIDE = 2**17  # in place of an epoch: these meet no other messages
+BESIDE = 2**28  # in place of an epoch: these meet no other messages
 _MOST_BYTES = 2**26  # a larger message travels for longer than its trips, and others would have as large buffers
 _HEADROOM = 8  # an eighth: shapes that grow a little with each step fit in most
 

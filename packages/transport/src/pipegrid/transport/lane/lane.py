@@ -14,6 +14,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from threading import get_ident
 from typing import Any
 
@@ -34,13 +35,13 @@ from pipegrid.transport.lane.stream_waits import StreamWaits
 from pipegrid.transport.lane.transfers import HostWaits, LaneTransfers, LocalWaits
 from pipegrid.transport.messages.handle import ReceiveTransfer, State, Transfer
 from pipegrid.transport.messages.message import StepShapes
-from pipegrid.transport.messages.payload import ReceiveBuffers, carried
+from pipegrid.transport.messages.payload import SMALL_BYTES, ReceiveBuffers, carried
 from pipegrid.transport.messages.slot import Slot, SlotBuffers
 from pipegrid.transport.streams import current_stream, has_streams, used_here, working_on
 from pipegrid.transport.waits.wait_lock import BackgroundThread
 
 _ACTIVE = State.ACTIVE  # members of an Enum are looked up slowly
-_NUMBERS = 2**16
+_NUMBERS = BESIDE - 1  # never used twice: a receive that was posted for one stays posted
 _Start = Callable[[Sequence[Tensor]], Ticket]
 
 
@@ -81,6 +82,7 @@ class Lane:
         self._needs_shapes = end.config.shape_mode == "given"
         self._epoch = 0  # of renewals, or the number of a batch signature
         self._bound: dict[int, tuple[_Start, _Start]] = {}  # by epoch what starts a send, and a receive
+        self._next: dict[int, tuple[Sequence[Tensor], Ticket]] = {}  # by epoch, the first receive of the next step
         self._steps: dict[str, StepShapes] = {}
         self._learned = 0
         self._early: deque[ReceiveTransfer] | None = None  # posted as a step began whose messages are known
@@ -218,7 +220,10 @@ class Lane:
                     f"{plain[0].shape}"
                 )
             if not self._later:
-                return early.popleft()
+                posted = early.popleft()
+                if not early and plain is not None:
+                    self._post_next(plain[1])
+                return posted
         if (
             plain is not None
             and self.ending.error is None
@@ -242,7 +247,9 @@ class Lane:
         """Post the receive of a plain message; its payload is made while it travels."""
         with submit.lock:
             try:
-                if self._receive_stream is None:
+                if self._epoch in self._next:
+                    tensors, ticket = self._next.pop(self._epoch)
+                elif self._receive_stream is None:
                     tensors = buffers.take()
                     ticket = self._start_receive(tensors)
                 else:
@@ -317,6 +324,17 @@ class Lane:
         if step is not None and step.plain is not None and self._most_ahead and self.rank != self.spec.source:
             posted = deque([self.irecv() for _ in range(min(self._most_ahead, len(step.messages)))])
             self._early, self._later = posted, len(step.messages) - len(posted)
+
+    def _post_next(self, buffers: ReceiveBuffers) -> None:
+        """Post the first receive of the next step with this batch, where its message is small, on a CPU.
+
+        gloo sends when it knows of the receive: a message that is told of it late takes two trips.
+        """
+        posts = self._most_ahead and not self._streamed and self.ending.error is None
+        if posts and buffers.nbytes <= SMALL_BYTES:
+            with self._submit.lock, suppress(RuntimeError):  # a connection is gone: whoever waits finds it
+                tensors = buffers.take()
+                self._next[self._epoch] = tensors, self._start_receive(tensors)
 
     def learn(self, batch: str) -> None:
         """Note the messages of this step, the first of a ``batch`` signature. Both ends call it after the same step."""

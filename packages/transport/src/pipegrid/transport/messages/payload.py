@@ -28,7 +28,7 @@ _WIRE_DTYPES = frozenset({
 _DTYPE_NAMES = {one: str(one).removeprefix("torch.") for one in vars(torch).values() if isinstance(one, torch.dtype)}
 _DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
 
-_SMALL_BYTES = 64 * 1024  # up to here, allocating a buffer costs more than moving the message
+SMALL_BYTES = 64 * 1024  # up to here, allocating a buffer costs more than moving the message
 
 
 def flatten(payload: Any) -> tuple[list[Tensor], Tree]:
@@ -224,7 +224,7 @@ class ReceiveBuffers:
         self._templates = [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype, _ in self._leaves]
         for template in self._templates:
             template.untyped_storage().resize_(0)
-        self._prepares = 0 < self.nbytes <= _SMALL_BYTES
+        self._prepares = 0 < self.nbytes <= SMALL_BYTES
 
     def _new(self) -> list[Tensor]:
         # Never inference tensors: a later message in the same memory may want gradients.

@@ -78,7 +78,7 @@ def generate(
     checked(pad_token_id, Index, "pad_token_id", GenerationError)
     communicator = as_communicator(p2p_communicator)
     name, own = _stages_of(model, module, communicator)
-    given = (num_microbatches, sampling, eos_token_id, pad_token_id, communicator.deadline)
+    given = (num_microbatches, sampling, eos_token_id, pad_token_id, communicator)
     texts = Texts(own, name, pg_collection, *given) if own else None
     step = partial(
         get_forward_backward_func(schedule=schedule),
@@ -100,7 +100,7 @@ def generate(
         if texts is not None:
             step = partial(step, batch=batch and f"a token after {batch}")
             _go_on(texts, logits, step, max_new_tokens - 1, p2p_communicator, name, communicator.job.graph)
-    return [] if texts is None else texts.tokens
+    return [] if texts is None else texts.end()
 
 
 def _go_on(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,14 @@ from pipegrid.monitor.collectives import Waiting
 from pipegrid.stages import Stage
 from pipegrid.training.errors import GenerationError
 from pipegrid.training.generation.sampling import Sampling
+from pipegrid.transport.base import Communicator
 from pipegrid.transport.collectives.starting import start
+
+_SOURCES: WeakKeyDictionary[Communicator, dict[str, int]] = WeakKeyDictionary()
+"""By communicator and module, the rank of the pp group with the last stage, once a call has found it.
+
+Each call finds it anew beside its passes, and waits for it at its end: ranks may know it from different calls.
+"""
 
 
 class Texts:
@@ -29,7 +37,7 @@ class Texts:
         sampling: as of `generate`, as are ``ends`` and ``pad``.
         ends: tokens that end a row.
         pad: what follows the end of a row.
-        deadline: seconds for a token to come from the last stage.
+        communicator: whose deadline is that for a token to come from the last stage, and which has one last stage.
 
     Raises:
         GenerationError: stages are on several ranks, and there is no ``pp`` group.
@@ -45,9 +53,10 @@ class Texts:
         sampling: Sampling | None,
         ends: int | Iterable[int] | None,
         pad: int,
-        deadline: float,
+        communicator: Communicator,
     ) -> None:
         self.stages, self.microbatches = stages, microbatches
+        self._module, self._known = module, _SOURCES.setdefault(communicator, {})
         groups = pg_collection[module] if isinstance(pg_collection, Mapping) else pg_collection
         self._group: dist.ProcessGroup | None = None
         if len(stages) < stages[0].assignment.num_stages:
@@ -58,12 +67,12 @@ class Texts:
                     'the others; make it with grid.create_pg("pp") before ProcessGroupCollection.from_grid(grid)'
                 )
         self._device = next(stages[0].parameters()).device
-        self._waiting = Waiting(deadline, what="the exchange of tokens between stages")
+        self._waiting = Waiting(communicator.deadline, what="the exchange of tokens between stages")
         if self._group is not None:
-            self._source = _rank_of_last_stage(stages, self._group, self._waiting)
+            self._find_source = _rank_of_last_stage(stages, self._group, self._waiting)
         ends = () if ends is None else (ends,) if isinstance(ends, int) else tuple(ends)
         self._ends = torch.tensor(ends, dtype=torch.long, device=self._device)
-        self._sampling, self._pad, self._deadline = sampling, pad, deadline
+        self._sampling, self._pad = sampling, pad
         self._columns: list[list[Tensor]] = [[] for _ in range(microbatches)]
         self._going: list[Tensor] = []
         self._generators: list[torch.Generator] = []
@@ -105,7 +114,9 @@ class Texts:
             else torch.cat(list(chosen))
         )
         if self._group is not None:
-            work = start(dist.broadcast, tokens, group_src=self._source(), group=self._group)
+            known = self._known.get(self._module)
+            source = self._find_source() if known is None else known
+            work = start(dist.broadcast, tokens, group_src=source, group=self._group)
             self._waiting.wait(work, tokens, self._group, host=True)
         return tokens
 
@@ -114,14 +125,15 @@ class Texts:
         """Whether every row has ended."""
         return not any(bool(going.any()) for going in self._going)
 
-    @property
-    def tokens(self) -> list[Tensor]:
-        """Tokens ``[batch, new]`` by microbatch."""
+    def end(self) -> list[Tensor]:
+        """Tokens ``[batch, new]`` by microbatch, when none are to come."""
+        if self._group is not None:
+            self._known[self._module] = self._find_source()
         return [torch.stack(columns, dim=1) for columns in self._columns]
 
 
 def _rank_of_last_stage(stages: Sequence[Stage], group: dist.ProcessGroup, waiting: Waiting) -> Callable[[], int]:
-    """Find out, beside the first pass, which rank of ``group`` has the last stage; the result waits for it, once."""
+    """Find out, beside the passes, which rank of ``group`` has the last stage; the result waits for it, once."""
     has = any(stage.is_last for stage in stages)
     rank = torch.tensor([group.rank() if has else 0.0], dtype=torch.float64, device=next(stages[0].parameters()).device)
     found = reduce_few(rank, group, host=True)

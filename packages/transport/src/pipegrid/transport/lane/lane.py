@@ -342,7 +342,9 @@ class Lane:
             self._learned += 1
             self._steps[batch] = StepShapes(tuple(passed), self._learned % _NUMBERS + 1)
             if len(self._steps) > STEPS_KEPT:
-                self._bound.pop(self._steps.pop(next(iter(self._steps))).number, None)
+                number = self._steps.pop(next(iter(self._steps))).number
+                self._bound.pop(number, None)
+                self._next.pop(number, None)  # no message comes: the other end has forgotten it as well
 
     def require_renewable(self) -> None:
         """Raise unless `renew` is possible now.

@@ -66,7 +66,17 @@ NO_SIZE = [*NO_COUNT, 0]
 NO_NUMBER = [None, "x", [], True, math.nan, math.inf, -1]
 NO_TEXT = [None, "", 5, True, ["b"], {}]
 NO_INTEGERS = [None, "x", 5, {1, 2}, [None], ["x"], [True], [1.5], [[1]]]
-NO_MAPPING = [{"s": 1}, {"b": None}, {"b": "0"}, {"b": -1}, {"b": True}, {"b": 3}, {"b": 0.0}, {"b": 0, "s": 1, "h": 1}]
+NO_MAPPING = [
+    "b",
+    {"s": 1},
+    {"b": None},
+    {"b": "0"},
+    {"b": -1},
+    {"b": True},
+    {"b": 3},
+    {"b": 0.0},
+    {"b": 0, "s": 1, "h": 1},
+]
 NO_GRID = [None, "x", 5, {}, [ONE]]
 NO_STRATEGY = [None, "x", "", 5]
 NO_TENSOR = [None, "x", 5, [X], {"a": X}]
@@ -186,7 +196,7 @@ REFUSED = [
     ("edge options", EdgeOptions, "strategy", NO_STRATEGY, BridgeError),
     ("edge options", EdgeOptions, "leader_below", NO_COUNT, BridgeError),
     ("edge options", EdgeOptions, "tensor_ndim", NO_INTEGER, BridgeError),
-    ("edge options", EdgeOptions, "dim_mapping", NO_MAPPING[:4], BridgeError),
+    ("edge options", EdgeOptions, "dim_mapping", NO_MAPPING[:5], BridgeError),
     ("edge options", EdgeOptions, "src_lanes", [*NO_INTEGERS[1:], (1, -1)], BridgeError),
     ("edge options", EdgeOptions, "dest_lanes", [*NO_INTEGERS[1:], (1, -1)], BridgeError),
     ("slice", partial(SliceInfo, size=1), "start", NO_COUNT, BridgeError),
@@ -232,7 +242,7 @@ REFUSED = [
     ("bridge attach", of_bridge("attach"), "lanes", [{}], BridgeError),
     ("colocated", a_colocated, "src_grid", NO_GRID, BridgeError),
     ("colocated", a_colocated, "dest_grid", NO_GRID, BridgeError),
-    ("colocated", a_colocated, "dim_mapping", NO_MAPPING[:5], BridgeError),
+    ("colocated", a_colocated, "dim_mapping", NO_MAPPING[:6], BridgeError),
     ("colocated", a_colocated, "check_every", NO_COUNT, BridgeError),
     ("colocated send", of_colocated("communicate"), "tensor", [*NO_TENSOR, torch.tensor(1.0)], ShapeError),
     ("network", a_network, "module_to_grid_map", [{}, {"a": ONE}], ModuleGraphError),
@@ -244,7 +254,7 @@ REFUSED = [
         [{}, {"a": "language"}, {"a": ["x"]}, {"a": ["b"], "b": ["a"]}],
         ModuleGraphError,
     ),
-    ("network", a_network, "dim_mapping", NO_MAPPING[:5], BridgeError),
+    ("network", a_network, "dim_mapping", NO_MAPPING[:6], BridgeError),
     ("network", a_network, "module_output_ndim", [{"x": 3}, {"a": 0}, {"a": 1}], BridgeError),
     ("network", a_network, "edges", [{"a": EdgeOptions()}, {("b", "a"): EdgeOptions()}, {("a", "b"): {}}], BridgeError),
     ("network", a_network, "placements", [{"x": {}}, {"a": {"x": Shard("b")}}], BridgeError),

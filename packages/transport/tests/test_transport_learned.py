@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 
@@ -14,6 +17,7 @@ from pipegrid.transport import (
     P2PTimeoutError,
     P2PUsageError,
 )
+from pipegrid.transport.config import STEPS_KEPT
 
 from .two_ranks import heard, say
 
@@ -107,6 +111,27 @@ def test_receives_that_were_posted_for_one_batch_take_no_message_of_another(rank
                 lane.learn(batch)
             known.add(size)
             lane.begin_step()
+
+
+@pytest.mark.ranks(2)
+def test_a_batch_that_a_lane_has_forgotten_keeps_no_memory(ranks):
+    """Nor is a receive left over that was posted for its next step: batches of new shapes may come without end."""
+    with opened() as communicator:
+        lane, posted = lane_of(communicator), []
+        for batch in (0, *range(STEPS_KEPT + 3)):  # the ranks may forget one, and learn it again, before the lane does
+            for turn in range(2):
+                lane.begin_step(f"batch {batch}" if turn else None, learn=not turn)
+                moved(ranks, lane, 1)
+                if not turn:
+                    lane.learn(f"batch {batch}")
+                lane.begin_step()
+            if ranks.rank == 1 and batch < 3:
+                posted += [weakref.ref(tensor) for tensors, _ in lane._next.values() for tensor in tensors]
+        if ranks.rank == 1:
+            gc.collect()
+            assert posted
+            assert all(one() is None for one in posted)
+            assert len(lane._next) == STEPS_KEPT
 
 
 @pytest.mark.ranks(2)

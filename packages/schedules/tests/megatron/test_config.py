@@ -39,6 +39,19 @@ def test_the_least_count_and_the_default_are_fine(name):
     assert checked_option(SimpleNamespace(), name) == getattr(PipelineConfig(), name)
 
 
+@pytest.mark.parametrize("name", ["hooks", "tied_parameters", "aux_loss_scalers"])
+@pytest.mark.parametrize("bad", [3, 1.5, set(), object])
+def test_what_is_no_list_is_named_with_its_option(name, bad):
+    with pytest.raises(P2PUsageError, match=rf"^PipelineConfig.{name} is .*; it must be a list or tuple$"):
+        PipelineConfig(**{name: bad})
+
+
+def test_lists_become_tuples():
+    hook = SimpleNamespace(before=print, after=print)
+    assert PipelineConfig(hooks=[hook]).hooks == PipelineConfig(hooks=iter([hook])).hooks == (hook,)
+    assert PipelineConfig(aux_loss_scalers=None).aux_loss_scalers is None
+
+
 def test_a_group_of_no_microbatches_is_not_the_default():
     with pytest.raises(P2PUsageError, match="it must be an integer of at least 1"):
         PipelineConfig(microbatch_group_size_per_vp_stage=0)

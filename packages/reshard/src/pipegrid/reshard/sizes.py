@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal
 
 from attrs import field, frozen
 
-from pipegrid.core.fields import Index, Name, checked, checked_fields, integer
+from pipegrid.core.fields import Index, Name, checked, checked_fields, integer, shown
 from pipegrid.reshard.box import Span, merge
 from pipegrid.reshard.errors import BridgeError, ShapeError
 from pipegrid.reshard.side import BATCH, Interval, Side
@@ -66,6 +66,8 @@ def as_axis_of(dim_mapping: Mapping[str, int]) -> dict[str, int]:
         >>> as_axis_of({"s": 1, "b": 0, "h": 2})
         {'s': 1, 'b': 0, 'h': 2}
     """
+    if not isinstance(dim_mapping, Mapping):
+        raise BridgeError(f"dim_mapping is {shown(dim_mapping)}; it must be a dict from names to axes")
     mapping = {
         name: checked(axis, Index, f"the axis of {name!r} in dim_mapping", BridgeError)
         for name, axis in dim_mapping.items()

@@ -58,7 +58,7 @@ _Syncs: TypeAlias = Annotated[_Sync | Sequence[_Sync | None], _ARE_FUNCTIONS] | 
 
 
 def _as_tuple(value: Iterable[Any]) -> tuple[Any, ...]:
-    return tuple(value)
+    return value  # type: ignore[return-value]  # for type checkers: the check of the field makes the tuple, or raises
 
 
 @frozen(kw_only=True, field_transformer=checked_fields(P2PUsageError))

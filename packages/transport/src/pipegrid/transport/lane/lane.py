@@ -340,9 +340,13 @@ class Lane:
         """Note the messages of this step, the first of a ``batch`` signature. Both ends call it after the same step."""
         if passed := self.outgoing.contract.passed or self.incoming.contract.passed:
             self._learned += 1
+            gone = [self._steps.pop(batch)] if batch in self._steps else []
             self._steps[batch] = StepShapes(tuple(passed), self._learned % _NUMBERS + 1)
             if len(self._steps) > STEPS_KEPT:
-                self._bound.pop(self._steps.pop(next(iter(self._steps))).number, None)
+                gone.append(self._steps.pop(next(iter(self._steps))))
+            for step in gone:  # no message comes: the other end has forgotten it as well
+                self._bound.pop(step.number, None)
+                self._next.pop(step.number, None)
 
     def require_renewable(self) -> None:
         """Raise unless `renew` is possible now.

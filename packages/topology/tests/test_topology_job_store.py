@@ -46,7 +46,16 @@ def test_the_command_line_serves_it_beside_a_launcher():
     script = "from pipegrid.topology import job_store; import sys; sys.exit(job_store('run').add('n', 7))"
     assert main(["serve", sys.executable, "-c", script]) == 7
     killed = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
-    assert main(["serve", sys.executable, "-c", killed]) == 128 + signal.SIGKILL
+    assert main(["serve", "--", sys.executable, "-c", killed]) == 128 + signal.SIGKILL
+
+
+def test_the_command_line_says_that_there_is_nothing_to_run(capsys):
+    for nothing in (["serve"], ["serve", "--"]):
+        with pytest.raises(SystemExit, match="2"):
+            main(nothing)
+        assert "serve needs a COMMAND" in capsys.readouterr().err
+    assert main(["serve", "no-such-launcher"]) == 127
+    assert capsys.readouterr().err == "no-such-launcher: No such file or directory\n"
 
 
 def test_the_launcher_gets_sigterm_and_ends_first(tmp_path):

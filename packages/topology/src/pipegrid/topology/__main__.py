@@ -68,10 +68,18 @@ def _run(command: Sequence[str]) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; the exit status."""
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options = parser.parse_args(arguments)
     if "launcher" in options:
+        command = options.launcher[options.launcher[:1] == ["--"] :]
+        if not command:
+            parser.error("serve needs a COMMAND, which it runs")
         with serve_store(options.host, options.port):
-            return _run(options.launcher)
+            try:
+                return _run(command)
+            except OSError as error:  # as a shell does
+                print(f"{command[0]}: {error.strerror}", file=sys.stderr)
+                return 127
     try:
         given = [_module(text) for text in options.modules]
         names = [name for name, _, _ in given]

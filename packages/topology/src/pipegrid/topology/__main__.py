@@ -14,6 +14,7 @@ import sys
 from collections.abc import Sequence
 
 from pipegrid.core.parser import Parser
+from pipegrid.topology.errors import GridError, GroupConnectionError
 from pipegrid.topology.job.job_store import serve_store
 from pipegrid.topology.job.placement import describe, place
 
@@ -74,12 +75,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command = options.launcher[options.launcher[:1] == ["--"] :]
         if not command:
             parser.error("serve needs a COMMAND, which it runs")
-        with serve_store(options.host, options.port):
-            try:
+        try:
+            with serve_store(options.host, options.port):
                 return _run(command)
-            except OSError as error:  # as a shell does
-                print(f"{command[0]}: {error.strerror}", file=sys.stderr)
-                return 127
+        except (GridError, GroupConnectionError) as error:
+            print(error, file=sys.stderr)
+            return 2
+        except OSError as error:  # of the command; as a shell does
+            print(f"{command[0]}: {error.strerror}", file=sys.stderr)
+            return 127
     try:
         given = [_module(text) for text in options.modules]
         names = [name for name, _, _ in given]

@@ -98,3 +98,11 @@ def test_every_public_name_has_an_example(package):
 @pytest.mark.parametrize("package", PACKAGES)
 def test_an_example_has_at_most_five_lines(package):
     assert {name: code_of(one) for name, one in public_names(package).items() if len(code_of(one)) > LINES} == {}
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_name_that_a_reference_page_lists_is_there(package):
+    page = (ROOT / "docs" / "reference" / f"{package}.md").read_text()
+    for module, options in re.findall(r"^::: (\S+)\n((?: .*\n)*)", page, re.MULTILINE):
+        members = re.findall(r"^ +- (\w+)$", options, re.MULTILINE)
+        assert [name for name in members if not hasattr(importlib.import_module(module), name)] == []

@@ -60,6 +60,12 @@ def test_a_module_declared_before_what_feeds_it_comes_after_it():
         ({"a": 1, "b": 1}, [("a", "b"), ("a", "b")], "edge is declared twice"),
         ({"a": 1, "b": 1}, {"a": ["b"], "b": ["a"]}, r"cycle: . -> . -> ."),
         ({"a": 1}, {"a": ["a"]}, "cycle: a -> a"),
+        (None, {}, r"modules is None; it must be a list or tuple"),
+        ("ab", {}, r"modules is 'ab'; it must be a list or tuple"),
+        ([("a", 1), "b"], {}, r"modules\[1\] is 'b'; it must be a pair, where no mapping is given"),
+        ({"a": 1}, 3, "edges is 3; it must be a list or tuple"),
+        ({"a": 1, "b": 1}, [("a", "b", "b")], r"edges\[0\] is \('a', 'b', 'b'\) \(tuple\); it must be a pair"),
+        ({"a": 1, "b": 1}, [("a", ["b"])], r"the modules of an edge\[1\] is \['b'\] \(list\); it must be a string"),
     ],
 )
 def test_what_is_no_graph_is_refused(modules, edges, text):

@@ -75,6 +75,7 @@ def test_the_busiest_link_counts_and_a_local_copy_is_free():
         ({"bandwidth": float("nan"), "latency": 0.0}, "Links.bandwidth is nan"),
         ({"bandwidth": 1.0, "latency": -1.0}, r"Links.latency is -1\.0; it must be a finite number of at least 0"),
         ({"bandwidth": 1.0, "latency": 0.0, "shared": [(0, 1), (1, 2)]}, "Links.shared is .*; a rank has one link"),
+        ({"bandwidth": 1.0, "latency": 0.0, "shared": [0, 1]}, "Links.shared is .*; it must be a list of sets of"),
     ],
 )
 def test_links_that_cannot_be(arguments, text):

@@ -120,6 +120,13 @@ def test_units_that_skip_the_dead_module_have_nothing_to_move():
 
 
 def test_a_stage_without_a_living_replica_has_no_routes():
+    for dead in (3, [3], {0: 1}, "0@1"):
+        with pytest.raises(PlanError, match="dead is .*; it must be actors, or a dict from a position to its dead"):
+            reroute(Routes.identity(2, 4), dead)
+    assert reroute(Routes.identity(2, 4), {0: []}) == Routes.identity(2, 4)
+    for speeds in ("fast", {0: 2.0}):
+        with pytest.raises(PlanError, match="speeds are .*; they must be a dict from actors to their speeds"):
+            reroute(Routes.identity(2, 4), speeds=speeds)
     with pytest.raises(PlanError, match="no replica of position 1 is alive.*stage 1"):
         reroute(Routes.identity(2, 2), {1: [0, 1]})
 

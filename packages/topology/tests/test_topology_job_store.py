@@ -46,7 +46,28 @@ def test_the_command_line_serves_it_beside_a_launcher():
     script = "from pipegrid.topology import job_store; import sys; sys.exit(job_store('run').add('n', 7))"
     assert main(["serve", sys.executable, "-c", script]) == 7
     killed = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
-    assert main(["serve", sys.executable, "-c", killed]) == 128 + signal.SIGKILL
+    assert main(["serve", "--", sys.executable, "-c", killed]) == 128 + signal.SIGKILL
+
+
+def test_the_command_line_says_that_there_is_nothing_to_run(capsys):
+    for nothing in (["serve"], ["serve", "--"]):
+        with pytest.raises(SystemExit, match="2"):
+            main(nothing)
+        assert "serve needs a COMMAND" in capsys.readouterr().err
+    assert main(["serve", "no-such-launcher"]) == 127
+    assert capsys.readouterr().err == "no-such-launcher: No such file or directory\n"
+
+
+def test_a_port_that_is_none_or_is_taken_is_named(capsys):
+    with serve_store() as address:
+        taken = address.rpartition(":")[2]
+        assert main(["serve", "--port", taken, "true"]) == 2
+    assert f"cannot serve the job's store at localhost:{taken}: " in capsys.readouterr().err
+    assert main(["serve", "--port", "65536", "true"]) == 2
+    assert capsys.readouterr().err == "port is 65536; it must be an integer of 0 to 65535\n"
+    for port in ("65536", "²"):
+        with pytest.raises(GridError, match=f"the address of the job's store is 'localhost:{port}'"):
+            job_store("run", address=f"localhost:{port}")
 
 
 def test_the_launcher_gets_sigterm_and_ends_first(tmp_path):

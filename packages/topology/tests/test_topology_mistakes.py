@@ -97,6 +97,7 @@ MISTAKES = [
     ),
     (lambda: place({"a": {"tp": "2"}}, world_size=2), GridError, r"shape\[0\] is '2'; it must be"),
     (lambda: place({"a": {"tp": 2}}, world_size=4), PlacementError, r"ranks 2\.\.3 are left over"),
+    (lambda: place({"a": {"tp": 2}}, world_size=10**30), PlacementError, r"ranks 2\.\.9{30} are left over"),
     (
         lambda: place({"a": {"tp": 2}, "b": {"tp": 2}}, world_size=4, together=["a", "b"]),
         PlacementError,

@@ -18,6 +18,7 @@ from pipegrid.plans import (
     looped_bfs,
     multi_module_1f1b,
     one_f_one_b,
+    schedule_for,
     u_shape,
     v_half,
     v_min,
@@ -298,3 +299,10 @@ def test_colocated_modules_are_done_by_date_on_one_position():
         multi_module_1f1b(graph, 2, placement=[0, 1])
     with pytest.raises(ModuleGraphError, match="there is no module 'text'; the graph has .*'enc', 'llm'"):
         multi_module_1f1b(graph, 2, forward_only=["text"])
+
+
+@pytest.mark.parametrize("name", ["1f1b", "gpipe", "zero_bubble_h1", "seq1f1b"])
+def test_a_position_without_a_stage_has_no_steps(name):
+    plan = schedule_for(chain(2), name, 3, placement=[1, 3])
+    assert [len(steps) > 0 for steps in plan.positions] == [False, True, False, True]
+    assert schedule_for(chain(2), name, 3, placement=[0, 1]).positions == plan.positions[1::2]

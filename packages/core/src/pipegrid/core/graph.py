@@ -10,12 +10,12 @@ from __future__ import annotations
 import graphlib
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Annotated
+from typing import Annotated, Any
 
 from attrs import field, frozen
 
 from pipegrid.core.edge import Edge
-from pipegrid.core.fields import Count, Name, checked, instance, nearest, shown
+from pipegrid.core.fields import Count, Name, Rule, checked, instance, nearest, shown
 
 
 class ModuleGraphError(ValueError):
@@ -29,8 +29,18 @@ class ModuleGraphError(ValueError):
     """
 
 
+def _as_pair(value: Any) -> tuple[Any, Any]:
+    if not isinstance(value, (tuple, list)) or len(value) != 2:
+        raise ValueError
+    return value[0], value[1]
+
+
+_Names = tuple[Name, ...]
+_Pairs = tuple[Annotated[Any, Rule(_as_pair, "a pair, where no mapping is given")], ...]
+
+
 def _as_modules(value: Mapping[str, int] | Sequence[tuple[str, int]]) -> tuple[tuple[str, int], ...]:
-    pairs = value.items() if isinstance(value, Mapping) else value
+    pairs = value.items() if isinstance(value, Mapping) else checked(value, _Pairs, "modules", ModuleGraphError)
     return tuple(
         (
             checked(name, Name, "the name of a module", ModuleGraphError),
@@ -42,8 +52,9 @@ def _as_modules(value: Mapping[str, int] | Sequence[tuple[str, int]]) -> tuple[t
 
 def _as_edges(value: Mapping[str, Sequence[str]] | Sequence[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
     if not isinstance(value, Mapping):
-        return tuple((src, dst) for src, dst in value)
-    feeds = {src: checked(fed, tuple[Name, ...], f"what {src!r} feeds", ModuleGraphError) for src, fed in value.items()}
+        pairs = checked(value, _Pairs, "edges", ModuleGraphError)
+        return tuple(checked(pair, _Names, "the modules of an edge", ModuleGraphError) for pair in pairs)
+    feeds = {src: checked(fed, _Names, f"what {src!r} feeds", ModuleGraphError) for src, fed in value.items()}
     return tuple((src, dst) for src, dsts in feeds.items() for dst in dsts)
 
 

@@ -8,13 +8,16 @@ from typing import Annotated, Literal
 
 from attrs import field, frozen
 
-from pipegrid.core.fields import Amount, Index, checked_fields, number
+from pipegrid.core.fields import Amount, Index, checked_fields, number, shown
 from pipegrid.reshard.box import shares
 from pipegrid.reshard.errors import BridgeError
 
 
 def _as_groups(value: Iterable[Iterable[int]]) -> tuple[tuple[int, ...], ...]:
-    return tuple(tuple(sorted(ranks)) for ranks in value)
+    try:
+        return tuple(tuple(sorted(ranks)) for ranks in value)
+    except TypeError:
+        raise BridgeError(f"Links.shared is {shown(value)}; it must be a list of sets of ranks") from None
 
 
 @frozen(slots=False, field_transformer=checked_fields(BridgeError))

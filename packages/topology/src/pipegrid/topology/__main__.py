@@ -14,6 +14,7 @@ import sys
 from collections.abc import Sequence
 
 from pipegrid.core.parser import Parser
+from pipegrid.topology.errors import GridError, GroupConnectionError
 from pipegrid.topology.job.job_store import serve_store
 from pipegrid.topology.job.placement import describe, place
 
@@ -68,10 +69,21 @@ def _run(command: Sequence[str]) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; the exit status."""
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options = parser.parse_args(arguments)
     if "launcher" in options:
-        with serve_store(options.host, options.port):
-            return _run(options.launcher)
+        command = options.launcher[options.launcher[:1] == ["--"] :]
+        if not command:
+            parser.error("serve needs a COMMAND, which it runs")
+        try:
+            with serve_store(options.host, options.port):
+                return _run(command)
+        except (GridError, GroupConnectionError) as error:
+            print(error, file=sys.stderr)
+            return 2
+        except OSError as error:  # of the command; as a shell does
+            print(f"{command[0]}: {error.strerror}", file=sys.stderr)
+            return 127
     try:
         given = [_module(text) for text in options.modules]
         names = [name for name, _, _ in given]

@@ -192,7 +192,7 @@ def schedule_for(
             raise branches
         of_stage[stage] = _one_ahead(stage, of_stage[fed[0]], trains=stage not in frozen)
     orders |= _merged(of_stage, orders, places, made)
-    return made([orders[position] for position in range(max(orders) + 1)], placement=places)
+    return made([orders.get(position, ()) for position in range(max(orders) + 1)], placement=places)
 
 
 def _main_orders(

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 
 from attrs import evolve
 
-from pipegrid.core.fields import Seconds, checked
+from pipegrid.core.fields import Seconds, checked, shown
 from pipegrid.plans.errors import PlanError
 from pipegrid.plans.plan import Actor, Plan, Routes
 
@@ -46,8 +46,18 @@ def reroute(
         >>> len(around.moves)
         4
     """
-    named = (Actor(p, r) for p, replicas in dead.items() for r in replicas) if isinstance(dead, Mapping) else dead
-    routes = evolve(routes, dead={*routes.dead, *named})
+    named: list[object]
+    try:
+        if isinstance(dead, Mapping):
+            named = [Actor(position, replica) for position, replicas in dead.items() for replica in replicas]
+        else:
+            named = [*dead]
+    except TypeError:
+        named = [dead]
+    dying = [one for one in named if isinstance(one, Actor)]
+    if len(dying) < len(named):
+        raise PlanError(f"dead is {shown(dead)}; it must be actors, or a dict from a position to its dead replicas")
+    routes = evolve(routes, dead={*routes.dead, *dying})
     pace = as_speeds(speeds)
     if plan is None and (routes.skips or routes.every):
         raise PlanError("the routes skip modules or share calls; give plan=, which says what stages those are")
@@ -64,7 +74,10 @@ def reroute(
 
 def as_speeds(speeds: Mapping[Actor, float] | None) -> dict[Actor, float]:
     """The speeds of actors, each above 0."""
-    return {actor: checked(of, Seconds, f"the speed of {actor}", PlanError) for actor, of in (speeds or {}).items()}
+    given = {} if speeds is None else speeds
+    if not isinstance(given, Mapping) or not all(isinstance(one, Actor) for one in given):
+        raise PlanError(f"speeds are {shown(given)}; they must be a dict from actors to their speeds")
+    return {actor: checked(of, Seconds, f"the speed of {actor}", PlanError) for actor, of in given.items()}
 
 
 def _works(routes: Routes, stages: list[int], plan: Plan | None) -> dict[tuple[int, int], list[int]]:

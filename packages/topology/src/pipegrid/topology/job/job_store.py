@@ -12,7 +12,7 @@ from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING
 
-from pipegrid.core.fields import Name, checked
+from pipegrid.core.fields import Name, checked, index_of, shown
 from pipegrid.topology.bounded_calls import bounded
 from pipegrid.topology.errors import GridError, GroupConnectionError
 
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 VARIABLE = "PIPEGRID_STORE"
 """Environment variable with the address of the job's store."""
 
+_PORTS = 2**16
+
 
 @contextmanager
 def serve_store(host: str = "localhost", port: int = 0) -> Iterator[str]:
@@ -30,10 +32,20 @@ def serve_store(host: str = "localhost", port: int = 0) -> Iterator[str]:
     Args:
         host: a name of this machine by which the ranks reach it.
         port: 0: any free one.
+
+    Raises:
+        GridError: no such port.
+        GroupConnectionError: the store cannot be served there, as where another program has the port.
     """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, untyped
 
-    server = TCPStore(host, port, is_master=True, wait_for_workers=False)
+    if index_of(port) not in range(_PORTS):
+        raise GridError(f"port is {shown(port)}; it must be an integer of 0 to {_PORTS - 1}")
+    try:
+        server = TCPStore(host, port, is_master=True, wait_for_workers=False)
+    except RuntimeError as error:
+        why = str(error).splitlines()[0]
+        raise GroupConnectionError(f"cannot serve the job's store at {host}:{port}: {why}") from error
     before, address = os.environ.get(VARIABLE), f"{host}:{server.port}"
     os.environ[VARIABLE] = address
     try:
@@ -61,7 +73,7 @@ def job_store(label: str, *, address: str | None = None, timeout: timedelta = ti
 
     given = address if address is not None else os.environ.get(VARIABLE, "")
     host, _, port = given.rpartition(":")
-    if not host or not port.isdigit():
+    if not host or not port.isdecimal() or int(port) >= _PORTS:
         raise GridError(
             f"the address of the job's store is {given!r}; it is host:port, given or in {VARIABLE}: start the job with "
             "python -m pipegrid.topology serve, or in serve_store()"

@@ -94,12 +94,12 @@ def _uncovered(placed: Mapping[str, Grid], world_size: int) -> list[str]:
     covered = 0
     for first, end in sorted((grid.rank_offset, grid.rank_offset + grid.size) for grid in placed.values()):
         if first > covered:
-            problems.append(f"ranks {span_of(range(covered, first))} hold no module (a gap)")
+            problems.append(f"ranks {covered}..{first - 1} hold no module (a gap)")
         covered = max(covered, end)
     if covered > world_size:
         problems.append(f"they need {covered} ranks, {covered - world_size} more than there are")
     if covered < world_size:
-        problems.append(f"ranks {span_of(range(covered, world_size))} are left over")
+        problems.append(f"ranks {covered}..{world_size - 1} are left over")
     return problems
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 
@@ -14,6 +16,7 @@ from pipegrid.transport import (
     P2PTimeoutError,
     P2PUsageError,
 )
+from pipegrid.transport.config import STEPS_KEPT
 
 from .two_ranks import heard, say
 
@@ -107,6 +110,39 @@ def test_receives_that_were_posted_for_one_batch_take_no_message_of_another(rank
                 lane.learn(batch)
             known.add(size)
             lane.begin_step()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("batches", [STEPS_KEPT + 20, 1], ids=["others", "learned anew"])
+def test_a_batch_that_is_forgotten_leaves_no_memory_behind(ranks, batches):
+    """Of 64 that are kept; a receive of the next step had been posted for each."""
+    with opened() as communicator:
+        lane, living, count = lane_of(communicator), [], STEPS_KEPT + 20
+        for number in range(count):
+            batch = f"batch {number % batches}"
+            for turn in range(2):
+                lane.begin_step(batch if turn else None, learn=not turn)
+                if ranks.rank == 0:
+                    lane.isend(torch.arange(16.0) + number).wait()
+                else:
+                    assert torch.equal(lane.irecv().result(), torch.arange(16.0) + number)
+                if not turn:
+                    lane.learn(batch)
+                lane.begin_step()
+            living.append(sum(tensor.shape == (16,) and tensor.data_ptr() != 0 for tensor in tensors()))
+        assert living[-1] == living[STEPS_KEPT + 2]
+        for known in (True, False):  # a batch that is kept, and one that is not
+            lane.begin_step(batch if known else None, learn=not known)
+            if ranks.rank == 0:
+                lane.isend(torch.full((16,), 1.0 + known)).wait()
+            else:
+                assert lane.irecv().result()[0] == 1.0 + known
+            lane.begin_step()
+
+
+def tensors():
+    gc.collect()
+    return [each for each in gc.get_objects() if type(each) is torch.Tensor]
 
 
 @pytest.mark.ranks(2)

@@ -41,7 +41,7 @@ from pipegrid.transport.streams import current_stream, has_streams, used_here, w
 from pipegrid.transport.waits.wait_lock import BackgroundThread
 
 _ACTIVE = State.ACTIVE  # members of an Enum are looked up slowly
-_NUMBERS = BESIDE - 1  # never used twice: a receive that was posted for one stays posted
+_NUMBERS = BESIDE - 1  # never used twice: to the sender, a receive that was posted for one stays posted
 _Start = Callable[[Sequence[Tensor]], Ticket]
 
 
@@ -340,9 +340,12 @@ class Lane:
         """Note the messages of this step, the first of a ``batch`` signature. Both ends call it after the same step."""
         if passed := self.outgoing.contract.passed or self.incoming.contract.passed:
             self._learned += 1
+            full = len(self._steps) == STEPS_KEPT and batch not in self._steps
+            forgotten = self._steps.pop(next(iter(self._steps)) if full else batch, None)
             self._steps[batch] = StepShapes(tuple(passed), self._learned % _NUMBERS + 1)
-            if len(self._steps) > STEPS_KEPT:
-                self._bound.pop(self._steps.pop(next(iter(self._steps))).number, None)
+            if forgotten is not None:
+                self._bound.pop(forgotten.number, None)
+                self._next.pop(forgotten.number, None)  # no message comes to it: gloo lets go of the memory
 
     def require_renewable(self) -> None:
         """Raise unless `renew` is possible now.

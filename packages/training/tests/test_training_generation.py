@@ -168,6 +168,10 @@ def test_what_cannot_generate_is_one_line_before_anything_is_sent(ranks):
         ({"pg_collection": ProcessGroupCollection()}, "no pp group of module 'language', over which its last stage"),
         ({"module": "llm"}, "module is 'llm'; the graph has the modules language"),
         ({"pad_token_id": None}, "pad_token_id is None; it must be an integer"),
+        ({"eos_token_id": "</s>"}, "eos_token_id is '<'; it must be an integer"),
+        ({"eos_token_id": [3, 2.5]}, r"eos_token_id is 2.5; it must be an integer"),
+        ({"eos_token_id": 2.5}, r"eos_token_id is 2.5; it must be an integer"),
+        ({"sampling": 0.7}, "sampling is 0.7; it must be a Sampling"),
     ):
         with pytest.raises(GenerationError, match=text):
             generate(**arguments | change)

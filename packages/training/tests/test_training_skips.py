@@ -9,7 +9,7 @@ import torch
 import transformers
 from torch import nn
 
-from pipegrid.schedules import PipelineConfig
+from pipegrid.schedules import PipelineConfig, recording_from_json
 from pipegrid.stages import Names
 from pipegrid.topology import HyperCommGrid
 from pipegrid.training import Pipeline
@@ -149,6 +149,27 @@ def test_hyper_connections_are_one_hop_of_several_tensors(ranks, schedule, layou
         whole = make_whole(HyperConnections)
         whole(**batch).square().mean().backward()
         require_gradients(named_in(pipeline.stages["model"]), whole)
+
+
+@pytest.mark.ranks(4)
+def test_a_step_with_them_is_recorded(ranks):
+    make, layout, names, batch = JOBS["blocks"]
+    path = ranks.shared_path / "run.json"
+    with Pipeline(
+        lambda: make_whole(make),
+        layout,
+        HyperCommGrid([4], ["pp"]),
+        schedule="interleaved_1f1b",
+        names=names,
+        config=PipelineConfig(variable_seq_lengths=True, check=False),
+        loss=lambda output, _: output.square().mean(),
+        num_microbatches=4,
+    ) as pipeline:
+        first = pipeline.step(batch)
+        pipeline.record(path)
+        assert pipeline.step(batch) == first
+        assert recording_from_json(path.read_text()).plan == pipeline.plan(4)
+        ranks.barrier()  # all have read it
 
 
 def make_whole(make):

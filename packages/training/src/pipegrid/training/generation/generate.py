@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from attrs import evolve
 from torch import Tensor
 
-from pipegrid.core.fields import Count, Index, checked
+from pipegrid.core.fields import Count, Index, checked, index_of, instance, integer
 from pipegrid.core.graph import ModuleGraph
 from pipegrid.schedules import PipelineConfig, get_forward_backward_func
 from pipegrid.schedules.megatron.call import flat
@@ -22,6 +22,8 @@ from pipegrid.training.generation.part import ModulePart
 from pipegrid.training.generation.sampling import Sampling
 from pipegrid.training.generation.texts import Texts
 from pipegrid.transport.base import Communicator, as_communicator
+
+_SAMPLING = instance(Sampling, "a Sampling, or None for the greatest logit")
 
 
 @torch.no_grad()
@@ -70,15 +72,21 @@ def generate(
         On ranks of ``module``, tokens ``[batch, new]`` of each microbatch; elsewhere an empty list.
 
     Raises:
-        GenerationError: shapes that are fixed, a module without stages made by `pipeline_stage`, a model without a
-            cache, prompts padded on the right, or no ``pp`` group.
+        GenerationError: arguments of other types, shapes that are fixed, a module without stages made by
+            `pipeline_stage`, a model without a cache, prompts padded on the right, or no ``pp`` group.
     """
     checked(max_new_tokens, Count, "max_new_tokens", GenerationError)
     checked(num_microbatches, Count, "num_microbatches", GenerationError)
     checked(pad_token_id, Index, "pad_token_id", GenerationError)
+    checked(sampling, Annotated[Any, _SAMPLING] | None, "sampling", GenerationError)
+    several = index_of(eos_token_id) is None and isinstance(eos_token_id, Iterable)
+    ends: Any = eos_token_id if several else () if eos_token_id is None else (eos_token_id,)
+    ends = [checked(end, Annotated[int, integer()], "eos_token_id", GenerationError) for end in ends]
     communicator = as_communicator(p2p_communicator)
     name, own = _stages_of(model, module, communicator)
-    given = (num_microbatches, sampling, eos_token_id, pad_token_id, communicator)
+    each = range(num_microbatches)
+    caches = [[kv_cache_of(one.whole, one.assignment, one.number, max_new_tokens) for _ in each] for one in own]
+    given = (num_microbatches, sampling, ends, pad_token_id, communicator)
     texts = Texts(own, name, pg_collection, *given) if own else None
     step = partial(
         get_forward_backward_func(schedule=schedule),
@@ -86,8 +94,6 @@ def generate(
         forward_only=True,
         collect_non_loss_data=True,
     )
-    each = range(num_microbatches)
-    caches = [[kv_cache_of(one.whole, one.assignment, one.number, max_new_tokens) for _ in each] for one in own]
     with _holding(own, "kv_caches", caches), evaluating(model):
         logits = step(
             forward_step_func=_choosing(forward_step_func, own),

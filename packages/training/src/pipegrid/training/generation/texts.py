@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -35,7 +35,7 @@ class Texts:
         pg_collection: this rank's groups; ``pp`` carries tokens, and the rank in ``dp`` is the replica.
         microbatches: M.
         sampling: as of `generate`, as are ``ends`` and ``pad``.
-        ends: tokens that end a row.
+        ends: tokens that end a row; none where it goes on to the last.
         pad: what follows the end of a row.
         communicator: whose deadline is that for a token to come from the last stage, and which has one last stage.
 
@@ -51,7 +51,7 @@ class Texts:
         pg_collection: Any,
         microbatches: int,
         sampling: Sampling | None,
-        ends: int | Iterable[int] | None,
+        ends: Sequence[int],
         pad: int,
         communicator: Communicator,
     ) -> None:
@@ -68,9 +68,6 @@ class Texts:
                 )
         self._device = next(stages[0].parameters()).device
         self._waiting = Waiting(communicator.deadline, what="the exchange of tokens between stages")
-        if self._group is not None:
-            self._find_source = _rank_of_last_stage(stages, self._group, self._waiting)
-        ends = () if ends is None else (ends,) if isinstance(ends, int) else tuple(ends)
         self._ends = torch.tensor(ends, dtype=torch.long, device=self._device)
         self._sampling, self._pad = sampling, pad
         self._columns: list[list[Tensor]] = [[] for _ in range(microbatches)]
@@ -79,6 +76,8 @@ class Texts:
         if sampling is not None:
             dp = getattr(groups, "dp", None)
             self._generators = sampling.generators(microbatches, self._device, lane=0 if dp is None else dp.rank())
+        if self._group is not None:  # last: what fails before leaves no message that another call would meet
+            self._find_source = _rank_of_last_stage(stages, self._group, self._waiting)
 
     def forward_step(self, numbers: Iterator[int], stage: Stage) -> tuple[Any, None]:
         """Forward of the last token of each row."""

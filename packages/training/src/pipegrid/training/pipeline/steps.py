@@ -307,8 +307,9 @@ class Steps:
     def plan(self, num_microbatches: int) -> Plan:
         """The proved plan of a step."""
         job = self.communicator.job
+        assert job.graph is not None  # a communicator of modules, with the edges past stages once they are known
         return step_plan(
-            self.job.graph,
+            job.graph,
             num_microbatches,
             tied_stages(self.job.config.tied_parameters),
             placement=job.placement,

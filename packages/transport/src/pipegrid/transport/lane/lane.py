@@ -41,7 +41,7 @@ from pipegrid.transport.streams import current_stream, has_streams, used_here, w
 from pipegrid.transport.waits.wait_lock import BackgroundThread
 
 _ACTIVE = State.ACTIVE  # members of an Enum are looked up slowly
-_NUMBERS = BESIDE - 1  # never used twice: a receive that was posted for one stays posted
+_NUMBERS = BESIDE - 1  # never used twice: to the sender, a receive that was posted for one stays posted
 _Start = Callable[[Sequence[Tensor]], Ticket]
 
 

@@ -22,7 +22,7 @@ from pipegrid.schedules import (
 from pipegrid.topology import HyperCommGrid
 from pipegrid.topology.bounded_calls import BoundedCalls
 from pipegrid.training import Names, Pipeline
-from pipegrid.transport import Edge, P2PCommunicator, P2PConfig
+from pipegrid.transport import CollectiveFailedError, Edge, P2PCommunicator, P2PConfig
 from pipegrid.transport.collectives.small_all_gather import SmallAllGather
 from stages_kit.models import llama
 
@@ -250,6 +250,31 @@ def test_a_loss_that_fails_in_an_evaluation_is_an_error_on_the_ranks_that_only_w
             job.evaluate(batch(8))
     known = "ValueError: no loss" if ranks.rank == 1 else "no loss|another rank of the job has failed in evaluate"
     assert re.search(known, str(raised.value))
+
+
+@pytest.mark.ranks(2, deadline=60)
+@pytest.mark.parametrize("call", ["step", "evaluate"])
+def test_a_loss_that_fails_on_one_replica_ends_the_wait_of_the_others_for_the_mean(ranks, call):
+    """They have met in the counts of the call, which came first. Far before the deadline, which is 300 s."""
+    fails = []
+
+    def loss(squares, _):
+        if fails and fails.pop(0) and ranks.rank == 1:
+            raise ValueError("no loss")
+        return squares.sum(), squares.shape[0]
+
+    grid = HyperCommGrid([2], ["dp"])
+    job = Pipeline(lambda: Model(2), "tt", grid, names=Names("layers"), monitor=False, loss=loss, num_microbatches=2)
+    for _ in range(6):
+        job.step(batch(4, seed=ranks.rank))
+        torch.optim.SGD(job.parameters(), lr=0.1).step()
+    fails += [False, True]  # of its last microbatch: the counts have come
+    with pytest.raises((PipelineError, JobFailedError, CollectiveFailedError)) as raised:
+        getattr(job, call)(batch(4, seed=ranks.rank))
+    known = "ValueError: no loss" if ranks.rank == 1 else rf"another rank .* has failed in {call}\(\)|closed its conn"
+    assert re.search(known, str(raised.value))
+    ranks.barrier()  # until then no process ends a connection by its end
+    job.close()
 
 
 @pytest.mark.ranks(2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
@@ -21,6 +22,7 @@ from pipegrid.core.edge import Edge
 from pipegrid.core.errors import StepArgumentError
 from pipegrid.gradients import tied_stages
 from pipegrid.gradients.all_reduce import reduce_few
+from pipegrid.monitor import JobFailedError
 from pipegrid.monitor.collectives import Waiting
 from pipegrid.schedules import (
     PipelineConfig,
@@ -158,6 +160,8 @@ class Steps:
             found = sums.wait()
         except Exception:
             meeting.look()
+            if not (together or sums.begun or self._streamed):  # the others come there, and have met this rank before
+                reduce_few(torch.full((TOLD,), math.nan, dtype=torch.float64), self.job.config.job_group)
             host_collectives.cut([self.job.config.job_group])  # after the record of the cause
             raise
         finally:
@@ -246,6 +250,8 @@ class Steps:
         def both() -> Tensor:
             meeting.wait()
             wait(waiting)
+            if not self._streamed and math.isnan(sums[1]):  # of weights, which are numbers
+                raise JobFailedError(f"another rank of the job has failed in {meeting.call}(); its error says why")
             return sums
 
         return both

@@ -5,9 +5,10 @@
 
 One layer of 64 x 64 a rank, 1F1B, gloo. First over loopback: milliseconds of a step and the ratio to torch's, each side
 in processes of its own (beside the threads and lanes of the others torch's step takes twice as long), three times by
-turns; printed is the least of three medians. A `Pipeline` returns the mean loss on every rank, which torch's step does
-not, so a second row of torch broadcasts it, as a script would. Then over a wire between two network namespaces, of 10
-and of 20 ms one way (``--delays``): a *trip* is a message that has to arrive before the next can leave, so a step has
+turns; printed is the least of three medians. Gradients of the step before are cleared, as in a training script. A
+`Pipeline` returns the mean loss on every rank, which torch's step and the runtime's do not: a second row of each
+broadcasts it, as a script would. Then over a wire between two network namespaces, of 10 and of 20 ms one way
+(``--delays``): a *trip* is a message that has to arrive before the next can leave, so a step has
 (time at 20 ms - time at 10 ms) / 10 ms of them. Beside them what the plan needs, as it is simulated with a transfer of
 1 and computes of 0 (a receive that is posted ahead needs less). Some steps announce each message: of a runtime with
 ``variable_seq_lengths``, and of a `Pipeline` whose batches have other shapes each time. Then the same of other calls:
@@ -42,7 +43,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from types import FrameType
 from typing import Any
@@ -60,6 +61,7 @@ SIDES = (
     "torch",
     "torch, the mean loss on every rank",
     "runtime",
+    "runtime, the mean loss on every rank",
     "runtime, headers",
     "Pipeline",
     "Pipeline, monitor",
@@ -96,12 +98,15 @@ def side(name: str, microbatches: int) -> Callable[[], object]:
     class Stage:
         def __init__(self, number: int) -> None:
             self.number, self.model = number, nn.Linear(WIDTH, WIDTH, bias=False)
+            self.losses: list[torch.Tensor] = []
 
         def forward(self, microbatch: int, inputs: Mapping[Edge, torch.Tensor]) -> Forwarded:
             mine = x[ROWS * microbatch : ROWS * (microbatch + 1)]
             y = self.model(inputs[Edge(self.number - 1, self.number)] if inputs else mine)
             if self.number == ranks - 1:
-                return Forwarded({}, (y - mine).square().mean() / microbatches)
+                loss = (y - mine).square().mean()
+                self.losses.append(loss.detach())
+                return Forwarded({}, loss / microbatches)
             return Forwarded({Edge(self.number, self.number + 1): y})
 
     def pipeline(monitor: Monitor | bool, *, ragged: bool = False) -> Callable[[], object]:
@@ -117,35 +122,61 @@ def side(name: str, microbatches: int) -> Callable[[], object]:
         job.step({"x": x, "y": x})  # which is compared with one process, as is the first update
         torch.optim.SGD(job.parameters(), lr=0.0).step()
         if not ragged:
-            return lambda: job.step({"x": x, "y": x})
+            return cleared(job.parameters(), lambda: job.step({"x": x, "y": x}))
         each = (x.repeat(60, 1)[: 20 + 37 * turn % 101] for turn in itertools.count())  # cut into two sizes mostly
 
         def step() -> object:
             rows = next(each)
             return job.step({"x": rows, "y": rows})
 
-        return step
+        return cleared(job.parameters(), step)
 
+    def cleared(parameters: Iterable[nn.Parameter], step: Callable[[], object]) -> Callable[[], object]:
+        """A step as in a training script, which has cleared the gradients of the one before."""
+        held = list(parameters)
+
+        def begun() -> object:
+            for one in held:
+                one.grad = None
+            return step()
+
+        return begun
+
+    def told(losses: list[torch.Tensor]) -> float:
+        """The mean loss of the last rank, on every rank."""
+        mean = torch.stack(losses).mean() if losses else torch.zeros(())
+        losses.clear()
+        dist.broadcast(mean, ranks - 1)
+        return mean.item()
+
+    everywhere = name.endswith("the mean loss on every rank")
     if name.startswith("torch"):
-        stage = PipelineStage(nn.Linear(WIDTH, WIDTH, bias=False), rank, ranks, torch.device("cpu"))
+        layer = nn.Linear(WIDTH, WIDTH, bias=False)
+        stage = PipelineStage(layer, rank, ranks, torch.device("cpu"))
         torchs = Schedule1F1B(stage, microbatches, loss_fn=lambda output, target: (output - target).square().mean())
         target: dict[str, Any] = {"target": x} if rank == ranks - 1 else {}
         given: list[torch.Tensor] = [x] if rank == 0 else []
-        if name == "torch":
-            return lambda: torchs.step(*given, **target)
+        losses: list[torch.Tensor] | None = [] if everywhere else None
 
-        def told() -> float:
-            losses: list[torch.Tensor] = []
+        def scheduled() -> object:
             torchs.step(*given, **target, losses=losses)
-            mean = torch.stack(losses).mean() if losses else torch.zeros(())
-            dist.broadcast(mean, ranks - 1)
-            return mean.item()
+            return None if losses is None else told(losses)
 
-        return told
+        return cleared(layer.parameters(), scheduled)
     if name.startswith("runtime"):
         agreed, announced = P2PConfig(pipeline_dtype=torch.float32), P2PConfig(variable_seq_lengths=True)
-        communicator = P2PCommunicator(None, agreed if name == "runtime" else announced)
-        return PipelineRuntime(lower(one_f_one_b(ranks, microbatches)), {rank: Stage(rank)}, communicator).step
+        communicator = P2PCommunicator(None, announced if name.endswith("headers") else agreed)
+        own = Stage(rank)
+        runtime = PipelineRuntime(lower(one_f_one_b(ranks, microbatches)), {rank: own}, communicator)
+
+        def run() -> object:
+            runtime.step()
+            if everywhere:
+                return told(own.losses)
+            own.losses.clear()
+            return None
+
+        return cleared(own.model.parameters(), run)
     if name == "Pipeline, monitor":
         label = f"trips {microbatches}"
         return pipeline(Monitor(control_store(label), rank=rank, ranks=range(ranks), deadline=60.0))

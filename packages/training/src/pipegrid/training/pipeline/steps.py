@@ -160,7 +160,8 @@ class Steps:
             found = sums.wait()
         except Exception:
             meeting.look()
-            if not (together or sums.begun or self._streamed):  # the others come there, and have met this rank before
+            # Other replicas wait for this one in the second sum alone; in a first step all are told what has failed.
+            if number is None and first is None and not (sums.begun or self._streamed):
                 reduce_few(torch.full((TOLD,), math.nan, dtype=torch.float64), self.job.config.job_group)
             host_collectives.cut([self.job.config.job_group])  # after the record of the cause
             raise

@@ -146,6 +146,7 @@ def run_rank(rank: int, folder: str, counts: list[int]) -> None:
     for name, side in SIDES.items():
         for count in counts:
             step = side(count)
+            dist.barrier()  # a rank that is late would have the other enter what writes of a long wait
             steps = [entered(step) for _ in range(LATER)]
             found.setdefault(name, {})[count] = {"first": steps[0], "later": steps[-1]}
     if rank == 0:

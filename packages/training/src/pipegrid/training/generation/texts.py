@@ -41,7 +41,7 @@ class Texts:
 
     Raises:
         GenerationError: stages are on several ranks, and there is no ``pp`` group.
-        CollectiveFailedError: from `append`, where a stage has not come for the tokens within the deadline.
+        CollectiveFailedError: from `append` and `end`, where a stage has not come for them within the deadline.
     """
 
     def __init__(

@@ -160,9 +160,10 @@ class Steps:
             found = sums.wait()
         except Exception:
             meeting.look()
-            # Other replicas wait for this one in the second sum alone; in a first step all are told what has failed.
+            # The second sum begins on a failed rank too: other replicas may wait in nothing else. All ranks know of a
+            # failed first step.
             if number is None and first is None and not (sums.begun or self._streamed):
-                reduce_few(torch.full((TOLD,), math.nan, dtype=torch.float64), self.job.config.job_group)
+                reduce_few(torch.full((TOLD,), -math.inf, dtype=torch.float64), self.job.config.job_group)
             host_collectives.cut([self.job.config.job_group])  # after the record of the cause
             raise
         finally:
@@ -251,7 +252,7 @@ class Steps:
         def both() -> Tensor:
             meeting.wait()
             wait(waiting)
-            if not self._streamed and math.isnan(sums[1]):  # of weights, which are numbers
+            if not self._streamed and sums[1] == -math.inf:  # the sum of weights, of which one is a failed rank's
                 raise JobFailedError(f"another rank of the job has failed in {meeting.call}(); its error says why")
             return sums
 

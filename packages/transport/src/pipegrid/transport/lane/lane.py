@@ -328,11 +328,11 @@ class Lane:
     def _post_next(self, buffers: ReceiveBuffers) -> None:
         """Post the first receive of the next step with this batch, where its message is small, on a CPU.
 
-        gloo sends when it knows of the receive: a message that is told of it late takes two trips.
+        A message of gloo leaves once its sender knows of the receive: with one that is posted late it takes two trips.
         """
         posts = self._most_ahead and not self._streamed and self.ending.error is None
         if posts and buffers.nbytes <= SMALL_BYTES:
-            with self._submit.lock, suppress(RuntimeError):  # a connection is gone: whoever waits finds it
+            with self._submit.lock, suppress(RuntimeError):  # of a closed connection, which the next receive raises
                 tensors = buffers.take()
                 self._next[self._epoch] = tensors, self._start_receive(tensors)
 

@@ -134,7 +134,7 @@ def test_a_short_run_writes_its_files_and_plain_lines(tmp_path, arguments):
     assert json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
 
 
-def standing(text):
+def agreed(text):
     """The ranks of which the last lines say where in their plan they stood."""
     lines = re.findall(r"^  ranks? ([\d, -]+): (?:position \d+, |between steps)", text, re.MULTILINE)
     spans = [list(map(int, span.split("-"))) for line in lines for span in line.split(", ")]
@@ -166,7 +166,7 @@ def test_a_rank_that_dies_ends_the_run_and_is_named(tmp_path, victim):
             assert time.monotonic() - killed < 30
             assert process.returncode == 1
             assert f"rank {victim} failed first (SIGKILL); the other ranks were stopped. Where the ranks stood:" in rest
-            assert standing(rest) == {0, 1, 2, 3}
+            assert agreed(rest) == {0, 1, 2, 3}
             assert not [rank for rank, pid in ranks.items() if Path(f"/proc/{pid}").exists()]
         finally:
             process.kill()
@@ -191,6 +191,6 @@ def test_a_rank_that_fails_is_named_with_what_it_said_and_where_all_stood(tmp_pa
     done = run("--steps", "1", "--batch", "16", "--out", str(tmp_path / "file"))
     assert done.returncode == 1
     assert "rank 3 failed first (FileExistsError: " in done.stderr, done.stderr[-3000:]
-    assert standing(done.stderr) == {0, 1, 2, 3}
+    assert agreed(done.stderr) == {0, 1, 2, 3}
     # The ranks that it stopped leave the telling to the launcher.
     assert done.stderr.count("Traceback") == 1

@@ -90,7 +90,7 @@ def reductions(ranks, groups):
 def lanes_of(specs, **settings):
     def make():
         made = open_lanes(
-            specs, config=P2PConfig(**DEADLINES, **settings), standing=dict.fromkeys(specs, torch.ones(SIZE))
+            specs, config=P2PConfig(**DEADLINES, **settings), agreed=dict.fromkeys(specs, torch.ones(SIZE))
         )
         return made, made.close
 

@@ -18,6 +18,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -126,6 +127,13 @@ def _public(tree: ast.Module) -> int:
     return 0
 
 
+def twice_named(modules: Mapping[str, Path]) -> list[str]:
+    """Names of more than one class: a reader who knows the one takes the other for it."""
+    trees = [ast.parse(path.read_text()) for path in modules.values()]
+    names = Counter(node.name for tree in trees for node in tree.body if isinstance(node, ast.ClassDef))
+    return sorted(name for name, count in names.items() if count > 1)
+
+
 def _long(tree: ast.Module, file: str) -> Iterator[tuple[str, str, int]]:
     """Classes above 300 lines and functions above 70: the kind, the name and the lines."""
     for node in ast.walk(tree):
@@ -184,6 +192,7 @@ def static_figures() -> Iterator[tuple[str, str, str]]:
         own = [(name, length) for one, name, length in long if one == kind]
         yield f"longer than {most} lines: {kind}", str(len(own)), "0"
         yield from (("", f"{name} {length}", "") for name, length in own)
+    yield "class names that mean two things", ", ".join(twice_named(modules)) or "none", "none"
     yield "error classes, without aliases", str(len(errors)), ""
     yield "lines that only validate", f"{validation / code:.0%} of code ({raises} raise)", "under 10%"
     each = ", ".join(f"{name} {count}" for name, count in public.items())

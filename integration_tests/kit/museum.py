@@ -13,7 +13,7 @@ import torch.distributed as dist
 from pipegrid.core.order import ORDER_MODELS
 from pipegrid.fake_nccl import FakeGroup
 from pipegrid.plans.errors import PlanError
-from pipegrid.plans.orders import Launch, Message, Orders, orders_from_json
+from pipegrid.plans.orders import Launch, MessageEnd, Orders, orders_from_json
 from pipegrid.plans.orders.prove import play_orders
 
 MUSEUM = Path(__file__).parents[2] / "docs" / "museum"
@@ -123,7 +123,7 @@ class _Player:
         self.ranks, self.labels, self.groups = ranks, labels, groups
         self.under_way: dict[tuple[str, str], tuple[dist.Work, torch.Tensor]] = {}  # by way and label
 
-    def launch(self, launch: Launch, messages: Collection[Message]) -> None:
+    def launch(self, launch: Launch, messages: Collection[MessageEnd]) -> None:
         operations = [self._operation(message) for message in messages]
         if launch.batched:
             for name in dict.fromkeys(message.group for message in messages):
@@ -143,7 +143,7 @@ class _Player:
         for key in list(self.under_way):
             self._wait(key)
 
-    def _operation(self, message: Message) -> dist.P2POp:
+    def _operation(self, message: MessageEnd) -> dist.P2POp:
         value = float(self.labels.index(message.label)) if message.way == "send" else -1.0
         verb = dist.isend if message.way == "send" else dist.irecv
         return dist.P2POp(verb, torch.full((2,), value), message.peer, self.groups[message.group])

@@ -5,7 +5,7 @@
 The ranks are processes of this machine with a TCPStore in this one. *done*: per key, beside a bare barrier over the
 same store (a counter, and a wait for the last one), in the same processes. *killed*: SIGKILL of the middle rank at the
 edge of a key, noticed by the ring of watchers; *silent*: SIGSTOP, noticed by its heartbeat. The time is from the signal
-until the last survivor has its verdict. ``--quick``: few keys and one death of each kind with a heartbeat of 1 s.
+until the last survivor has its result. ``--quick``: few keys and one death of each kind with a heartbeat of 1 s.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"{options.ranks} ranks on {os.cpu_count()} cores, heartbeat {options.heartbeat:g} s")
     print(f"done     {done:6.0f} us per key; a bare barrier over the store {barrier:.0f} us")
     for kind, found in times.items():
-        print(f"{kind}   {statistics.median(found):6.3f} s from the signal to the verdict, worst {max(found):.3f} s")
+        print(f"{kind}   {statistics.median(found):6.3f} s from the signal to the result, worst {max(found):.3f} s")
     return 0
 
 
 def one_job(ranks: int, keys: int, heartbeat: float, sent: int) -> tuple[tuple[float, float], float]:
-    """Seconds per barrier and per done on rank 0, and from the death to the last verdict."""
+    """Seconds per barrier and per done on rank 0, and from the death to the last result."""
     with serve_store() as address:
         store = job_store("bench", address=address, timeout=WAIT)
         children = [
@@ -73,9 +73,9 @@ def one_job(ranks: int, keys: int, heartbeat: float, sent: int) -> tuple[tuple[f
         dying = ranks // 2
         survivors = [rank for rank in range(ranks) if rank != dying]
         try:
-            store.wait([f"verdict of {rank}" for rank in survivors], WAIT)
+            store.wait([f"result of {rank}" for rank in survivors], WAIT)
             died = float(store.get("death"))
-            last = max(float(store.get(f"verdict of {rank}")) for rank in survivors)
+            last = max(float(store.get(f"result of {rank}")) for rank in survivors)
             barrier, done = map(float, store.get("cost").split())
         finally:
             children[dying].kill()  # it may be stopped
@@ -109,7 +109,7 @@ def run_rank(address: str, rank: int, ranks: int, keys: int, heartbeat: float, s
     if epochs.done("the last"):
         raise RuntimeError("the dead rank has said done")
     epochs.vote("the last")
-    own.set(f"verdict of {rank}", str(time.time()))
+    own.set(f"result of {rank}", str(time.time()))
     ring.close()
     epochs.close()
 

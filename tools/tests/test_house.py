@@ -45,6 +45,13 @@ def test_a_circle_is_named_one_of_imports_for_types_too(house, tmp_path):
     }
 
 
+def test_each_class_name_means_one_thing(house, tmp_path):
+    assert house.twice_named(house.sources()) == []
+    for name in ("one", "two"):
+        (tmp_path / name).write_text("class Lane: ...\n\nclass _Other" + name + ": ...\n")
+    assert house.twice_named({name: tmp_path / name for name in ("one", "two")}) == ["Lane"]
+
+
 def test_lines_that_only_validate_are_told_from_work(house):
     tree = ast.parse(
         "def check(x):\n    if x < 0:\n        raise ValueError(x)\n\n"  # 3 lines: a validator

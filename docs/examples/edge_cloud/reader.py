@@ -66,7 +66,7 @@ class ReaderStage:
     losses: list[Tensor] = field(factory=list)
 
     def forward(self, microbatch: int, inputs: Mapping[Edge, Tensor]) -> Forwarded:
-        """See `pipegrid.schedules.Stage`."""
+        """See `pipegrid.schedules.RuntimeStage`."""
         if self.stage == 0:
             y = self._read(self.microbatches[microbatch])
         else:

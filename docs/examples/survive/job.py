@@ -108,7 +108,7 @@ def train(options: Options, attempt_number: int) -> dict[str, Any]:
 
     def on_event(event: Survived) -> None:
         camera.agreed()
-        if rank == event.verdict.epoch.members[0]:
+        if rank == event.result.epoch.members[0]:
             print(event, flush=True)
 
     with (

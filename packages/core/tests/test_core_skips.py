@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from pipegrid.core.edge import Edge
 from pipegrid.core.graph import ModuleGraph, ModuleGraphError, chain
-from pipegrid.core.skips import Uses, messages_naive, skips_among, values_by_edge, ways_of_value
+from pipegrid.core.skips import Uses, hops_of_value, messages_naive, skips_among, values_by_edge
 
 
 def text(edges):
@@ -38,16 +38,16 @@ def test_a_skip_is_declared_once():
 
 def test_one_way_leads_to_each_position_and_the_rest_stays_there():
     placement = (0, 1, 2, 3, 3, 2, 1, 0)
-    assert text(ways_of_value(Uses(1, tuple(range(2, 8))), placement)) == ["1>2", "1>3", "3>4", "2>5", "1>6", "1>7"]
+    assert text(hops_of_value(Uses(1, tuple(range(2, 8))), placement)) == ["1>2", "1>3", "3>4", "2>5", "1>6", "1>7"]
 
 
 def test_a_value_comes_to_each_host_once():
     hosts = (0, 0, 1, 1, 0, 1)
-    edges = ways_of_value(Uses(0, (1, 2, 3, 4, 5)), range(6), hosts)
+    edges = hops_of_value(Uses(0, (1, 2, 3, 4, 5)), range(6), hosts)
     assert sum(hosts[edge.source] != hosts[edge.destination] for edge in edges) == 1
     # On the host of the source straight from it; on the other, by the first stage there.
     assert text(edges) == ["0>1", "0>2", "2>3", "0>4", "2>5"]
-    assert text(ways_of_value(Uses(0, (2, 3), held=(1,)), range(4), (0, 1, 1, 0))) == ["1>2", "0>3"]
+    assert text(hops_of_value(Uses(0, (2, 3), held=(1,)), range(4), (0, 1, 1, 0))) == ["1>2", "0>3"]
 
 
 @given(st.data())
@@ -66,10 +66,10 @@ def test_no_way_of_a_value_crosses_hosts_less_often_or_is_shorter(data):
 
     parents = [[0, *(other for other in uses.users if other < user)] for user in uses.users]
     trees = [list(map(Edge, chosen, uses.users)) for chosen in itertools.product(*parents)]
-    found = ways_of_value(uses, placement, hosts)
+    found = hops_of_value(uses, placement, hosts)
     assert cost(found) == min(map(cost, trees))
     # Without hosts as few messages, of which none is forwarded.
-    direct = ways_of_value(uses, placement)
+    direct = hops_of_value(uses, placement)
     assert cost(direct)[1] == cost(found)[1]
     assert all(one.source == 0 for one in direct if placement[one.source] != placement[one.destination])
 
@@ -85,7 +85,7 @@ def test_values_share_the_edges_of_their_ways():
 
 def test_what_the_stage_before_sends_comes_once():
     """A stage that has the value as its hidden states keeps it for those of its position, and is sent nothing."""
-    assert text(ways_of_value(Uses(0, (2, 3, 4, 5), held=(1,)), (0, 1, 2, 0, 1, 2))) == ["0>2", "0>3", "1>4", "2>5"]
+    assert text(hops_of_value(Uses(0, (2, 3, 4, 5), held=(1,)), (0, 1, 2, 0, 1, 2))) == ["0>2", "0>3", "1>4", "2>5"]
     assert messages_naive(Uses(0, (2, 3, 4, 5), held=(1,))) == 4
     assert text(skips_among([Edge(0, 1), Edge(0, 2)])) == ["0>2"]
 
@@ -106,6 +106,6 @@ def test_residuals_of_blocks_cost_half_of_what_each_boundary_would(positions, mo
     num_stages = 4 * positions
     placement = [stage % positions for stage in range(num_stages)]
     made = list(blocks(93, 12, num_stages))
-    ways = [edge for uses in made for edge in ways_of_value(uses, placement)]
-    messages = sum(placement[edge.source] != placement[edge.destination] for edge in ways)
+    hops = [edge for uses in made for edge in hops_of_value(uses, placement)]
+    messages = sum(placement[edge.source] != placement[edge.destination] for edge in hops)
     assert (num_stages - 1 + messages, num_stages - 1 + sum(map(messages_naive, made))) == (most, naive)

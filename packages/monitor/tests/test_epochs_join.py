@@ -87,7 +87,7 @@ def test_a_duplicate_of_a_rank_that_lives_ends_and_the_job_does_not_notice():
         run(world, seed)
         assert [world.ends[rank] for rank in range(3)] == ["finished"] * 3
         assert world.ends[1 + LATER].startswith((*GONE, "fenced")), world.ends
-        assert world.verdicts == []
+        assert world.results == []
 
 
 def test_ranks_that_compute_together_come_in_together():
@@ -99,9 +99,9 @@ def test_ranks_that_compute_together_come_in_together():
         world.retire = lambda dead: {rank ^ 1 for rank in dead}
         world.run()
         world.check()
-        for _, verdict in world.joins:
-            members = verdict.epoch.members
-            assert all(rank ^ 1 in members for rank in members), verdict
+        for _, result in world.joins:
+            members = result.epoch.members
+            assert all(rank ^ 1 in members for rank in members), result
         if world.joins:
             assert [world.ends[rank] for rank in (2, 3)] == ["finished"] * 2
             assert {process for process, _ in world.joins} == {LATER, 1 + LATER}

@@ -98,7 +98,7 @@ def test_slow_ranks_are_never_lost_while_their_heartbeats_go_on(block):
         world.run()
         world.check()
         assert set(world.ends.values()) == {"finished"}
-        assert not any(verdict.dead for *_, verdict in world.verdicts)
+        assert not any(result.dead for *_, result in world.results)
 
 
 @pytest.mark.parametrize("block", some_of(2))
@@ -109,7 +109,7 @@ def test_tensor_parallel_peers_retire_with_the_dead(block):
         world.run()
         world.check()
         for dead in world.died:
-            if any(dead in verdict.dead for *_, verdict in world.verdicts):
+            if any(dead in result.dead for *_, result in world.results):
                 assert world.ends[dead ^ 1] == "retired"
                 assert {world.ends[rank] for rank in range(4) if rank >> 1 != dead >> 1} == {"finished"}
 

@@ -74,9 +74,9 @@ while number < 6:
     if epochs.done(f"step {number}"):
         number += 1
         continue
-    verdict = epochs.vote(f"step {number}")
-    say("verdict", verdict.epoch.members, sorted(verdict.dead), verdict.keys)
-    number += verdict.committed
+    result = epochs.vote(f"step {number}")
+    say("result", result.epoch.members, sorted(result.dead), result.keys)
+    number += result.committed
 say("finished", number)
 epochs.close()
 """
@@ -143,10 +143,10 @@ def test_survivors_of_sigkill_agree_and_finish(forking, place, deaths, tmp_path)
     living = sorted(set(range(ranks)) - dead)
     for rank in living:
         assert said[rank][-1] == ["finished", 6], said
-    verdicts = [[(members, lost, keys) for _, members, lost, keys in said[rank][:-1]] for rank in living]
-    assert all(one == verdicts[0] for one in verdicts), verdicts
-    assert verdicts[0][-1][0] == living
-    assert set(itertools.chain(*(lost for _, lost, _ in verdicts[0]))) == dead
+    results = [[(members, lost, keys) for _, members, lost, keys in said[rank][:-1]] for rank in living]
+    assert all(one == results[0] for one in results), results
+    assert results[0][-1][0] == living
+    assert set(itertools.chain(*(lost for _, lost, _ in results[0]))) == dead
     assert [rank for rank in range(ranks) if said[rank][-1] == ["dies"]] == sorted(dead)
 
 
@@ -167,10 +167,10 @@ def test_a_loss_that_is_recorded_is_noticed_by_all_and_fences_the_rank(store):
     with pytest.raises(RankLostError, match="F3: rank 1 is lost: its connection has closed") as caught:
         zero.check("F3")
     assert caught.value.dead == {1: "its connection has closed"}
-    verdict = zero.vote("step 0")
-    assert (verdict.epoch.members, verdict.dead, verdict.committed) == ((0,), caught.value.dead, True)
+    result = zero.vote("step 0")
+    assert (result.epoch.members, result.dead, result.committed) == ((0,), caught.value.dead, True)
     assert zero.done("step 1")
-    assert one.done("step 0")  # as the verdict says: both have done it
+    assert one.done("step 0")  # as the result says: both have done it
     with pytest.raises(FencedError, match="rank 1 is outside of the job"):
         one.done("step 1")
     with pytest.raises(JobFailedError, match="rank 1 is outside of the job"):
@@ -181,7 +181,7 @@ def test_a_loss_that_is_recorded_is_noticed_by_all_and_fences_the_rank(store):
 
 
 class LateNews:
-    """A store in which ``news`` is recorded at the last moment before a verdict, which is without it."""
+    """A store in which ``news`` is recorded at the last moment before a result, which is without it."""
 
     def __init__(self, store, news):
         self.store, self.news = store, news
@@ -193,7 +193,7 @@ class LateNews:
         return self.store
 
     def compare_set(self, key, expected, desired):
-        if key.startswith("verdict") and self.news:
+        if key.startswith("result") and self.news:
             self.news.pop()()
         return self.store.compare_set(key, expected, desired)
 
@@ -202,13 +202,13 @@ def test_a_loss_that_a_verdict_misses_is_one_of_the_next_epoch(store):
     news = []
     late = LateNews(store, news)
     zero, one, two = (Epochs(late, rank=rank, ranks=range(3), heartbeat=60.0) for rank in range(3))
-    news.append(lambda: two.lost(1, "its connection has closed"))  # which finds no verdict yet
+    news.append(lambda: two.lost(1, "its connection has closed"))  # which finds no result yet
     with ThreadPoolExecutor(3) as pool:
         votes = [pool.submit(epochs.vote, "step 0") for epochs in (zero, one, two)]
         found = [votes[rank].result(20) for rank in (0, 2)]
-        with contextlib.suppress(FencedError):  # if it reads of its loss before it reads the verdict
+        with contextlib.suppress(FencedError):  # if it reads of its loss before it reads the result
             found.append(votes[1].result(20))
-    assert {verdict.epoch.members for verdict in found} == {(0, 1, 2)}
+    assert {result.epoch.members for result in found} == {(0, 1, 2)}
     alarm = zero._heartbeat.stored.alarm(1)
     assert alarm is not None
     assert alarm.lost == {1: "its connection has closed"}
@@ -317,11 +317,11 @@ def test_a_process_for_which_one_rank_has_made_room_comes_in(store):
             assert vote.result(20).epoch.members == (0, 1)
         new = Epochs(store, rank=2, **settings)
         joined, first = pool.submit(new.join), pool.submit(zero.vote, "step 0", edge=True)
-        verdict = one.vote("step 0", edge=True, asking={2: new.incarnation})
-        if verdict.joined != (2,):
+        result = one.vote("step 0", edge=True, asking={2: new.incarnation})
+        if result.joined != (2,):
             zero.give_up("the new process was not admitted, and would wait on")
-        assert (verdict.joined, dict(verdict.dead)) == ((2,), {})
-        assert joined.result(20) == first.result(20) == verdict
+        assert (result.joined, dict(result.dead)) == ((2,), {})
+        assert joined.result(20) == first.result(20) == result
     for epochs in (zero, one, old, new):
         epochs.close()
 

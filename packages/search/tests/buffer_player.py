@@ -59,7 +59,7 @@ class Player:
         elif action.kind in (B, I) and (stage, piece) in self.away:
             self._read([self.away[stage, piece]], step)
         if action.kind.is_receive:
-            for flow in self.flows.crossing:
+            for flow in self.flows.between_positions:
                 if (flow.edge, flow.direction) == (action.edge, action.direction) and piece in flow.pieces:
                     for sender, receiver in flow.routes:
                         if receiver == self.position:
@@ -94,7 +94,7 @@ class Player:
         reached = {}
         for step, one in enumerate(self.plan.positions[self.position]):
             for action in actions_of(one):
-                for flow in self.flows.crossing if action.kind.is_send else ():
+                for flow in self.flows.between_positions if action.kind.is_send else ():
                     piece = self.plan.piece_of(action)
                     if (flow.edge, flow.direction) != (action.edge, action.direction) or piece not in flow.pieces:
                         continue

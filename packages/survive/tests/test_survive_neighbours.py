@@ -36,11 +36,11 @@ while number < 4:
     if epochs.done(f"step {number}"):
         number += 1
         continue
-    verdict = epochs.vote(f"step {number}")
-    say("verdict", time.time(), verdict.epoch.members, verdict.dead)
-    number += verdict.committed
+    result = epochs.vote(f"step {number}")
+    say("result", time.time(), result.epoch.members, result.dead)
+    number += result.committed
     ring.close()
-    ring = Neighbours(epochs.lost, members=epochs.current.members, name=f"epoch {verdict.epoch.number}")
+    ring = Neighbours(epochs.lost, members=epochs.current.members, name=f"epoch {result.epoch.number}")
 say("finished", time.time())
 ring.close()
 epochs.close()

@@ -10,14 +10,14 @@ from attrs import evolve
 from torch import nn
 
 from pipegrid.monitor import JobFailedError
-from pipegrid.monitor.epochs import Epoch, Verdict
+from pipegrid.monitor.epochs import Epoch, VoteResult
 from pipegrid.schedules import LossScaler, PipelineConfig, one_f_one_b
 from pipegrid.survive import Living, PipelineJob, PipelineWorld, RankRetiredError, SurviveError, Survivors
 from pipegrid.topology import HyperCommGrid
 
 
 class Epochs:
-    """Of a job whose other ranks do as the test says: ``script`` has (done, verdict) of each attempt."""
+    """Of a job whose other ranks do as the test says: ``script`` has (done, result) of each attempt."""
 
     rank, incarnation, ready = 0, 1, True
 
@@ -39,9 +39,9 @@ class Epochs:
     def vote(self, key, why="", *, edge, asking):
         self.calls.append(f"vote {key}{' at an edge' * edge}{f' for {asking}' if asking else ''}")
         self.asking = {}
-        verdict = self.script.pop(0)[1]
-        self.current = verdict.epoch
-        return verdict
+        result = self.script.pop(0)[1]
+        self.current = result.epoch
+        return result
 
     def check(self, where):
         if self.alarm is not None:
@@ -96,11 +96,11 @@ class World:
 
 
 def dies(number, *, committed=False):
-    return False, Verdict(Epoch(number, (0,)), {1: "killed"}, (), number, committed)
+    return False, VoteResult(Epoch(number, (0,)), {1: "killed"}, (), number, committed)
 
 
 YES = (True, None)
-NO_DEATH = (False, Verdict(Epoch(1, (0, 1)), {}, (), 0))
+NO_DEATH = (False, VoteResult(Epoch(1, (0, 1)), {}, (), 0))
 
 
 class Ring:
@@ -210,7 +210,7 @@ class TestSurvivors:
         with made:
             assert made.run("a", lambda world: world.epoch.number) == 0
             assert made.run("b", lambda world: world.epoch.number) == 1
-        assert [event.verdict.committed for event in events] == [True]
+        assert [event.result.committed for event in events] == [True]
 
     def test_an_error_is_raised_where_no_rank_has_died(self, survivors):
         made, worlds, events = survivors(NO_DEATH)
@@ -277,7 +277,7 @@ class TestSurvivors:
             assert worlds[0].ended == "rank 1 is lost"
 
     def test_a_rank_whose_peer_has_died_retires_with_exit_code_0(self, survivors):
-        made, _, _ = survivors((False, Verdict(Epoch(1, (2, 3)), {1: "killed"}, (0,), 0)))
+        made, _, _ = survivors((False, VoteResult(Epoch(1, (2, 3)), {1: "killed"}, (0,), 0)))
         with pytest.raises(RankRetiredError, match="rank 0 retires.*dead ranks \\[1\\]") as caught, made:
             made.run("a", lambda world: None)
         assert caught.value.code == 0
@@ -333,7 +333,7 @@ class State:
 
 def comes(number, keys, *, dead=()):
     members = Epoch(number, (0, 1), {0: 1, 1: 2}, (1,))
-    return False, Verdict(members, dict.fromkeys(dead, "killed"), (), keys, joined=(1,))
+    return False, VoteResult(members, dict.fromkeys(dead, "killed"), (), keys, joined=(1,))
 
 
 class TestNewProcesses:
@@ -377,7 +377,7 @@ class TestNewProcesses:
         assert made.epochs.calls == ["join", "done the state in epoch 3", "done step 4", "done step 5", "close"]
 
     def test_one_whose_peer_dies_while_it_sends_gets_the_state_from_another(self, survivors):
-        again = (False, Verdict(Epoch(4, (0, 1), {0: 1, 1: 2}, (1,)), {2: "killed"}, (), 8))
+        again = (False, VoteResult(Epoch(4, (0, 1), {0: 1, 1: 2}, (1,)), {2: "killed"}, (), 8))
         made, worlds, _ = survivors(comes(3, 8), again, YES, YES, build=Open, state={}, incarnation=2)
         made._state = state = State(4, RuntimeError("Connection closed by peer"))
         with made:

@@ -36,7 +36,7 @@ def test_the_error_of_a_lane_comes_while_a_kernel_of_another_lane_runs(ranks, mo
 
     Until then the device may write to the tensors of the failed receives, and a poll might wait behind the free.
     """
-    lanes = open_lanes(PLAIN, config=P2PConfig(deadline=30.0), standing=PLAIN)
+    lanes = open_lanes(PLAIN, config=P2PConfig(deadline=30.0), agreed=PLAIN)
     if ranks.rank == 0:
         late, lost, also_lost = (lanes[spec].irecv() for spec in (FROM_2, FROM_1, ALSO_FROM_1))
         ranks.barrier()

@@ -94,7 +94,7 @@ def test_payloads_that_are_kept_share_no_memory(ranks, size):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("provided", [False, True])
 def test_what_is_under_way_cannot_be_released(ranks, provided):
-    with open_lanes([THERE], config=config(), standing={THERE: torch.ones(2)}) as lanes:
+    with open_lanes([THERE], config=config(), agreed={THERE: torch.ones(2)}) as lanes:
         if ranks.rank == 1:
             handle = lanes[THERE].irecv()
             if provided:  # as the verbs with overlap_p2p_comm do

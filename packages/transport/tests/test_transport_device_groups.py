@@ -21,7 +21,7 @@ from pipegrid.transport import (
     open_lanes,
 )
 from pipegrid.transport.backends import NcclTicket
-from pipegrid.transport.backends.wire import Wire
+from pipegrid.transport.backends.wire import ControlWire
 from pipegrid.transport.lane import batch, endpoint
 from pipegrid.transport.lane import lane as lane_module
 from pipegrid.transport.waits.wait_lock import BackgroundThread
@@ -34,7 +34,7 @@ two_ranks = pytest.mark.ranks(2, backend="fake_nccl")
 @on_device_groups
 def test_close_loses_nothing_that_was_sent(ranks, backend):
     size = 2**26 if backend == "nccl" else 2**10  # 256 MB take a GPU a while
-    lanes = open_lanes([THERE], config=config(), standing={THERE: torch.empty(size, device="meta")})
+    lanes = open_lanes([THERE], config=config(), agreed={THERE: torch.empty(size, device="meta")})
     if ranks.rank == 0:
         lanes[THERE].isend(torch.full((size,), 3.0, device=ranks.device))
         lanes.close()
@@ -60,8 +60,8 @@ class OverForty:
 @pytest.mark.parametrize("shapes", ["agreed", "header"])
 @two_ranks
 def test_lanes_outlive_forty_days(ranks, monkeypatch, shapes):
-    receive = Wire.receive
-    monkeypatch.setattr(Wire, "receive", lambda self, *given: OverForty(receive(self, *given)))
+    receive = ControlWire.receive
+    monkeypatch.setattr(ControlWire, "receive", lambda self, *given: OverForty(receive(self, *given)))
     with open_lanes([THERE], config=config(shapes=shapes)) as lanes:
         for n in range(3):
             if ranks.rank == 0:
@@ -79,13 +79,13 @@ def test_a_rank_that_fails_closes_at_once(ranks):
     if ranks.rank == 0:
         with (
             pytest.raises(ZeroDivisionError),
-            open_lanes([THERE], config=config(deadline=60.0), standing={THERE: torch.ones(4)}) as lanes,
+            open_lanes([THERE], config=config(deadline=60.0), agreed={THERE: torch.ones(4)}) as lanes,
         ):
             lanes[THERE].isend(torch.ones(4))
             _ = 1 / 0
         assert time.monotonic() - began < DEADLINE
     else:
-        with open_lanes([THERE], config=config(deadline=60.0), standing={THERE: torch.ones(4)}) as lanes:
+        with open_lanes([THERE], config=config(deadline=60.0), agreed={THERE: torch.ones(4)}) as lanes:
             until(lambda: lanes[THERE].wire.has_end_notice())
     ranks.barrier()
 
@@ -93,7 +93,7 @@ def test_a_rank_that_fails_closes_at_once(ranks):
 @on_device_groups
 def test_buffers_are_released_once_waited_for_and_used_again(ranks, backend):
     del backend
-    with open_lanes([THERE], config=config(), standing={THERE: torch.ones(4)}) as lanes:
+    with open_lanes([THERE], config=config(), agreed={THERE: torch.ones(4)}) as lanes:
         lane = lanes[THERE]
         for n in range(4):
             if ranks.rank == 0:
@@ -111,7 +111,7 @@ def test_buffers_are_released_once_waited_for_and_used_again(ranks, backend):
 def test_groups_are_aborted_at_the_same_time(ranks):
     """Each abort waits for the entries of all groups, as a free on a device does: one by one they would hang."""
     specs = [LaneSpec(0, 1, str(n)) for n in range(3)]
-    with open_lanes(specs, config=config(), standing=dict.fromkeys(specs, torch.ones(4))) as lanes:
+    with open_lanes(specs, config=config(), agreed=dict.fromkeys(specs, torch.ones(4))) as lanes:
         if ranks.rank == 0:
             handles = [lanes[spec].isend(torch.ones(4)) for spec in specs]
             began = time.monotonic()
@@ -127,7 +127,7 @@ def test_groups_are_aborted_at_the_same_time(ranks):
 
 @two_ranks
 def test_a_work_that_completed_with_an_error_is_a_typed_error(ranks):
-    with open_lanes([THERE], config=config(), standing={THERE: torch.ones(4)}) as lanes:
+    with open_lanes([THERE], config=config(), agreed={THERE: torch.ones(4)}) as lanes:
         if ranks.rank == 1:
             handle = lanes[THERE].irecv()
             lanes[THERE].group.abort()
@@ -139,7 +139,7 @@ def test_a_work_that_completed_with_an_error_is_a_typed_error(ranks):
 
 @two_ranks
 def test_torchs_own_timeout_lies_far_beyond_the_deadline(ranks):
-    with open_lanes([THERE], config=config(), standing={THERE: torch.ones(4)}) as lanes:
+    with open_lanes([THERE], config=config(), agreed={THERE: torch.ones(4)}) as lanes:
         assert lanes[THERE].group.timeout > 24 * 3600
 
 
@@ -147,7 +147,7 @@ def test_torchs_own_timeout_lies_far_beyond_the_deadline(ranks):
 def test_a_killed_peer_is_seen_at_once_though_nobody_waits_in_the_backend(ranks, backend):
     del backend
     ranks.plan_fault(Fault("kill", rank=1, at="now"))
-    with open_lanes([THERE], config=config(deadline=60.0), standing={THERE: torch.ones(4)}) as lanes:
+    with open_lanes([THERE], config=config(deadline=60.0), agreed={THERE: torch.ones(4)}) as lanes:
         ranks.reach("now")
         began = time.monotonic()
         until(lambda: lanes[THERE].error is not None)

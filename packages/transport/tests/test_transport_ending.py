@@ -18,7 +18,7 @@ LATE_SECONDS = 0.5
 
 
 def opened(*specs, **settings):
-    return open_lanes(specs, config=config(**settings), standing=dict.fromkeys(specs, STANDING))
+    return open_lanes(specs, config=config(**settings), agreed=dict.fromkeys(specs, STANDING))
 
 
 def carry(lane, rank):

@@ -218,7 +218,7 @@ def test_a_transfer_that_comes_just_as_its_lane_ends_has_failed(ranks):
 
 @pytest.mark.ranks(2)
 def test_a_transfer_that_is_started_just_as_its_lane_ends_has_an_end_though_nobody_waits(ranks, monkeypatch):
-    with open_lanes([THERE], config=config(), standing={THERE: torch.empty(SHAPE)}) as lanes:
+    with open_lanes([THERE], config=config(), agreed={THERE: torch.empty(SHAPE)}) as lanes:
         lane, ended = lanes[THERE], threading.Event()
         if ranks.rank == 0:
             lane.isend(torch.ones(SHAPE)).wait()
@@ -300,7 +300,7 @@ class TestWrongOrder:
 
     def cross(self, ranks, settings, latest):
         specs = [LaneSpec(0, 1, "a"), LaneSpec(0, 1, "b")]
-        with open_lanes(specs, config=config(**settings), standing=dict.fromkeys(specs, torch.ones(2))) as lanes:
+        with open_lanes(specs, config=config(**settings), agreed=dict.fromkeys(specs, torch.ones(2))) as lanes:
 
             def act():
                 order = specs if ranks.rank == 0 else reversed(specs)

@@ -101,7 +101,7 @@ def test_two_ranks_over_nccl(ranks, settings):
 @pytest.mark.ranks(2, backend="nccl")
 def test_what_is_not_done_by_the_deadline_ends_on_the_host(ranks):
     device = on_gpu(ranks)
-    with open_lanes([THERE], config=config(deadline=3.0), standing={THERE: torch.empty(8, device="meta")}) as lanes:
+    with open_lanes([THERE], config=config(deadline=3.0), agreed={THERE: torch.empty(8, device="meta")}) as lanes:
         if ranks.rank == 1:
             handle = lanes[THERE].irecv()
             handle.wait()

@@ -133,7 +133,7 @@ def test_on_done_of_what_is_done_is_called_at_once(ranks):
 
 @pytest.mark.ranks(2)
 def test_a_callback_that_raises_ends_the_lane(ranks):
-    with open_lanes([THERE], config=config(), standing={THERE: torch.ones(2)}) as lanes:
+    with open_lanes([THERE], config=config(), agreed={THERE: torch.ones(2)}) as lanes:
         lane = lanes[THERE]
         if ranks.rank == 0:
             lane.isend(torch.ones(2)).wait()

@@ -130,7 +130,7 @@ def test_two_sends_that_come_first_are_a_deadlock_of_one_stream(ranks, batched):
     """As the tests that are pinned to a stream for each communicator would be: each send waits for a later receive."""
     mine, theirs = (THERE, BACK) if ranks.rank == 0 else (BACK, THERE)
     shapes = dict.fromkeys((THERE, BACK), torch.ones(2))
-    with open_lanes([THERE, BACK], config=config(deadline=1.0), standing=shapes) as lanes:
+    with open_lanes([THERE, BACK], config=config(deadline=1.0), agreed=shapes) as lanes:
         with lanes.batch() if batched else nullcontext():
             handles = [lanes[mine].isend(torch.ones(2)), lanes[theirs].irecv()]
         ranks.barrier()

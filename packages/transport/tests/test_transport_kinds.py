@@ -164,7 +164,7 @@ def test_a_send_that_is_polled_and_never_waited_for_lets_its_tensors_go_once():
 
 @pytest.mark.ranks(2, backend="fake_nccl", fake_nccl="nccl2")
 def test_an_idle_lane_keeps_no_send_that_nobody_waits_for(ranks):
-    with open_lanes([THERE], config=config(), standing={THERE: torch.ones(4)}) as lanes:
+    with open_lanes([THERE], config=config(), agreed={THERE: torch.ones(4)}) as lanes:
         if ranks.rank == 0:
             sent = torch.ones(4)
             gone = weakref.ref(sent)

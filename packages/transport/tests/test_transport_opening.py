@@ -135,7 +135,7 @@ class TestOpening:
     @pytest.mark.ranks(2)
     def test_shapes_that_stand_from_the_start_need_no_header(self, ranks):
         example = {"x": torch.empty(2, 3, device="meta"), "n": torch.empty(4, dtype=torch.int64, device="meta")}
-        with open_lanes([THERE], config=config(), standing={THERE: example}) as lanes:
+        with open_lanes([THERE], config=config(), agreed={THERE: example}) as lanes:
             payload = {"x": values((2, 3)), "n": values((4,), torch.int64)}
             if ranks.rank == 0:
                 lanes[THERE].isend(payload).wait()
@@ -146,14 +146,14 @@ class TestOpening:
     @pytest.mark.ranks(2)
     def test_shapes_that_stand_are_compared_first(self, ranks):
         example = torch.empty(2 + ranks.rank, 900, device="meta")
-        with pytest.raises(P2PMismatchError, match=r"'standing': \('float32\[[23], 900\]', 'float32\[[23], 900\]'\)"):
-            open_lanes([THERE], config=config(), standing={THERE: example})
+        with pytest.raises(P2PMismatchError, match=r"'agreed': \('float32\[[23], 900\]', 'float32\[[23], 900\]'\)"):
+            open_lanes([THERE], config=config(), agreed={THERE: example})
 
     @pytest.mark.ranks(2)
     def test_what_requires_grad_from_the_start_is_compared_first(self, ranks):
         example = [torch.empty(2, requires_grad=True), torch.empty(2, requires_grad=ranks.rank == 0)]
         with pytest.raises(P2PMismatchError, match="different settings.*'gradients': .*True, False"):
-            open_lanes([THERE], config=config(), standing={THERE: example})
+            open_lanes([THERE], config=config(), agreed={THERE: example})
 
     @pytest.mark.ranks(2)
     def test_a_lane_twice_or_past_the_world_is_refused(self, ranks):
@@ -161,8 +161,8 @@ class TestOpening:
             open_lanes([LaneSpec(0, 1), LaneSpec(0, 1)])
         with pytest.raises(P2PUsageError, match="^lane 0>2 has a rank beyond the world of 2$"):
             open_lanes([LaneSpec(0, 2)])
-        with pytest.raises(P2PUsageError, match="^standing has lane 1>0.*, which is not to be opened$"):
-            open_lanes([THERE], standing={BACK: torch.ones(1)})
+        with pytest.raises(P2PUsageError, match="^agreed has lane 1>0.*, which is not to be opened$"):
+            open_lanes([THERE], agreed={BACK: torch.ones(1)})
 
     @pytest.mark.ranks(1)
     @pytest.mark.parametrize(("backend", "device"), [("nccl", "cpu"), ("gloo", "meta"), ("mpi", None)])

@@ -68,8 +68,8 @@ def test_ranks_connect_their_pairs_in_that_order(ranks, monkeypatch):
     monkeypatch.setattr(connector.Connector, "_compare", noted)
     specs = [LaneSpec(a, b) for a, b in [(0, 1), (1, 2), (2, 3), (3, 4), (4, 0), (1, 3), (0, 3)]]
     mine = [spec for spec in specs if ranks.rank in spec.pair]
-    standing = dict.fromkeys(mine, torch.empty(2, device="meta"))
-    with open_lanes(mine, config=config(), standing=standing) as lanes:
+    agreed = dict.fromkeys(mine, torch.empty(2, device="meta"))
+    with open_lanes(mine, config=config(), agreed=agreed) as lanes:
         assert connected == sorted((spec.pair for spec in mine), key=opening_key)
         assert list(lanes) == sorted(mine)
         received = {}

@@ -140,12 +140,12 @@ def test_a_receiver_of_another_dtype(ranks, given):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("standing", [True, False])
+@pytest.mark.parametrize("agreed", [True, False])
 @pytest.mark.parametrize("sent", [torch.float64, torch.float16, torch.int32])
-def test_a_message_of_another_dtype_than_agreed(ranks, standing, sent):
+def test_a_message_of_another_dtype_than_agreed(ranks, agreed, sent):
     # Of as many bytes or more or fewer: gloo would take each for the other.
-    shapes = {LANE: torch.empty(2, device="meta")} if standing else None
-    with open_lanes([LANE], config=config(), standing=shapes) as lanes:
+    shapes = {LANE: torch.empty(2, device="meta")} if agreed else None
+    with open_lanes([LANE], config=config(), agreed=shapes) as lanes:
         lane = lanes[LANE]
         text = rf"message 2 of lane 0>1.there. is {str(sent)[6:]}\[2\], but float32\[2\] was announced to rank 1"
         if ranks.rank == 0:

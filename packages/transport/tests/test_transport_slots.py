@@ -14,8 +14,8 @@ from .two_ranks import BACK, THERE, config
 @pytest.mark.parametrize("known", [False, True], ids=["agreed", "known"])
 def test_messages_of_several_lanes_come_to_one_address(ranks, size, known):
     """Rank 0 sends, and has each message back in the one slot of all its receives; so does rank 1."""
-    standing = dict.fromkeys((THERE, BACK), torch.ones(size)) if known else None
-    with open_lanes([THERE, BACK], config=config(), standing=standing) as lanes:
+    agreed = dict.fromkeys((THERE, BACK), torch.ones(size)) if known else None
+    with open_lanes([THERE, BACK], config=config(), agreed=agreed) as lanes:
         slot, addresses = Slot(), set()
         out, back = (THERE, BACK) if ranks.rank == 0 else (BACK, THERE)
         for n in range(6):

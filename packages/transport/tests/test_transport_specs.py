@@ -208,9 +208,9 @@ def signatures(draw):
 
 class TestSignature:
     @given(st.integers(0, 10**6), st.booleans(), signatures())
-    def test_a_header_says_what_it_was_told(self, sequence, standing, message):
-        found = decode(encode(sequence=sequence, standing=standing, signature=message))
-        assert found == (sequence, standing, message)
+    def test_a_header_says_what_it_was_told(self, sequence, agreed, message):
+        found = decode(encode(sequence=sequence, agreed=agreed, signature=message))
+        assert found == (sequence, agreed, message)
         assert found[2].gradients == message.gradients
 
     @given(signatures())
@@ -245,7 +245,7 @@ class TestAgreement:
         sender, receiver = (ShapeContract(LaneSpec(0, 1), "agreed") for _ in range(2))
         assert receiver.receive() is None
         assert sender.send(one(2), 0)
-        receiver.announce(one(2), standing=True)
+        receiver.announce(one(2), agreed=True)
         for sequence in range(1, 4):
             assert not sender.send(one(2), sequence)
             assert receiver.receive() == one(2)

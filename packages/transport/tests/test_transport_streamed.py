@@ -101,7 +101,7 @@ def test_on_a_shared_communicator_a_batch_is_one(ranks, streamed):
 
 @over_gloo
 def test_a_wait_does_not_hold_the_host(ranks, streamed):
-    with opening.open_lanes([THERE], config=config(), standing={THERE: torch.ones(2)}) as lanes:
+    with opening.open_lanes([THERE], config=config(), agreed={THERE: torch.ones(2)}) as lanes:
         lane = lanes[THERE]
         if ranks.rank == 1:
             handle = lane.irecv()
@@ -119,7 +119,7 @@ def test_a_wait_does_not_hold_the_host(ranks, streamed):
 
 @over_gloo
 def test_the_end_is_seen_though_nobody_waits_and_the_next_hop_starts_on_the_plans_thread(ranks, streamed):
-    with opening.open_lanes([THERE, BACK], config=config(), standing=PLAIN) as lanes:
+    with opening.open_lanes([THERE, BACK], config=config(), agreed=PLAIN) as lanes:
         if ranks.rank == 0:
             lanes[THERE].isend(torch.ones(2))
             received = lanes[BACK].irecv()
@@ -136,7 +136,7 @@ def test_the_end_is_seen_though_nobody_waits_and_the_next_hop_starts_on_the_plan
 @over_gloo
 def test_a_callback_may_not_start_a_transfer(ranks, streamed):
     """The progress thread of each rank would launch kernels in an order of its own."""
-    with opening.open_lanes([THERE, BACK], config=config(), standing=PLAIN) as lanes:
+    with opening.open_lanes([THERE, BACK], config=config(), agreed=PLAIN) as lanes:
         if ranks.rank == 0:
             lanes[THERE].isend(torch.ones(2)).synchronize()
         else:
@@ -148,7 +148,7 @@ def test_a_callback_may_not_start_a_transfer(ranks, streamed):
 
 @over_gloo
 def test_what_is_not_done_by_the_deadline_ends_though_a_wait_cannot(ranks, streamed):
-    with opening.open_lanes([THERE], config=config(deadline=0.5), standing={THERE: torch.ones(2)}) as lanes:
+    with opening.open_lanes([THERE], config=config(deadline=0.5), agreed={THERE: torch.ones(2)}) as lanes:
         lane = lanes[THERE]
         if ranks.rank == 1:
             handle = lane.irecv()
@@ -187,7 +187,7 @@ def test_the_other_sides_last_words_end_a_transfer_that_is_under_way(ranks, stre
 
 @over_gloo
 def test_an_abort_ends_it_too(ranks, streamed):
-    with opening.open_lanes([THERE], config=config(), standing={THERE: torch.ones(2)}) as lanes:
+    with opening.open_lanes([THERE], config=config(), agreed={THERE: torch.ones(2)}) as lanes:
         if ranks.rank == 0:
             ranks.barrier()
             lanes.abort("out of memory")
@@ -215,7 +215,7 @@ class Aborted:
 @over_gloo
 @pytest.mark.parametrize("verb", [pytest.param("wait", marks=pytest.mark.nightly), "is_completed"])
 def test_an_aborted_transfer_that_looks_done_has_failed(ranks, streamed, verb):
-    with opening.open_lanes([THERE], config=config(), standing={THERE: torch.ones(2)}) as lanes:
+    with opening.open_lanes([THERE], config=config(), agreed={THERE: torch.ones(2)}) as lanes:
         if ranks.rank == 1:
             lane = lanes[THERE]
             handle = lane.irecv()

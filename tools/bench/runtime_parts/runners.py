@@ -48,7 +48,7 @@ class ChainStage:
         self.out = Edge(self.stage, self.stage + 1) if self.stage < self.job.last else None
 
     def forward(self, microbatch: int, inputs: Mapping[Edge, Any]) -> Forwarded:
-        """See `pipegrid.schedules.Stage`."""
+        """See `pipegrid.schedules.RuntimeStage`."""
         y = self.module(self.job.inputs[microbatch] if self.into is None else inputs[self.into])
         if self.out is None:
             return Forwarded({}, self.job.loss(y, self.job.targets[microbatch]))

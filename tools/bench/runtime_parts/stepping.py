@@ -104,7 +104,7 @@ class Runtime(_Runner):
         self._runtime = PipelineRuntime(plan, {rank: self}, self.communicator, deadline=60.0)
 
     def forward(self, microbatch: int, inputs: Any) -> Forwarded:
-        """See `pipegrid.schedules.Stage`."""
+        """See `pipegrid.schedules.RuntimeStage`."""
         del microbatch
         self.model.set_input_tensor([None if self._into is None else inputs[self._into]])
         output, loss_func = forward_step(None, self.model)

@@ -115,8 +115,8 @@ class World:
     Attributes:
         said: (process, epoch, key number) before the call of done.
         true: the same, after a done that was True.
-        verdicts: (process, epoch that ended, number of the key voted on, whether the process had the state, verdict).
-        joins: (process, verdict) of those that came in.
+        results: (process, epoch that ended, number of the key voted on, whether the process had the state, result).
+        joins: (process, result) of those that came in.
         applied: by process, the numbers of the keys that were done or committed, in order; also those of the
             state that a process got when it came in.
         ends: by process: "finished", "fenced", "failed".
@@ -149,7 +149,7 @@ class World:
     epochs: dict[int, Epochs] = field(factory=dict)
     said: set[tuple[int, int, int]] = field(factory=set)
     true: set[tuple[int, int, int]] = field(factory=set)
-    verdicts: list[tuple[int, int, int, bool, object]] = field(factory=list)
+    results: list[tuple[int, int, int, bool, object]] = field(factory=list)
     joins: list[tuple[int, object]] = field(factory=list)
     applied: dict[int, list[int]] = field(factory=dict)
     ends: dict[int, str] = field(factory=dict)
@@ -204,9 +204,9 @@ class World:
         epochs, self.applied[process] = self.epochs[process], []
         number, turns = 0, 0
         if process >= LATER:
-            verdict = epochs.join()
-            self.joins.append((process, verdict))
-            number = verdict.keys
+            result = epochs.join()
+            self.joins.append((process, result))
+            number = result.keys
         while number < self.keys:
             self.park(lambda: True)  # the work
             turns += 1
@@ -233,14 +233,14 @@ class World:
                     self.applied[process].append(number)
                     number += 1
                     continue
-            verdict = epochs.vote(f"key {number}", "it failed" if failed else "", edge=edge, asking=asking)
-            if asking and not verdict.dead and not verdict.joined:
-                self.faults.append(f"{here} was skipped for the new processes {asking}, and the verdict admits none")
-            self.verdicts.append((*here, epochs.ready, verdict))
-            if process % LATER in verdict.retired:
+            result = epochs.vote(f"key {number}", "it failed" if failed else "", edge=edge, asking=asking)
+            if asking and not result.dead and not result.joined:
+                self.faults.append(f"{here} was skipped for the new processes {asking}, and the result admits none")
+            self.results.append((*here, epochs.ready, result))
+            if process % LATER in result.retired:
                 self.ends[process] = "retired"
                 return
-            if verdict.committed:
+            if result.committed:
                 self.applied[process].append(number)
                 number += 1
         self.ends[process] = "finished"
@@ -395,23 +395,23 @@ class World:
         """Agreement, commitment and progress."""
         assert not self.faults, self.faults
         by_epoch, acting = {}, {}
-        for process, epoch, number, ready, verdict in self.verdicts:
-            seen = verdict.epoch, verdict.dead, verdict.retired, verdict.keys, verdict.joined
-            assert by_epoch.setdefault(epoch, seen) == seen, f"{process} left epoch {epoch} with another verdict"
+        for process, epoch, number, ready, result in self.results:
+            seen = result.epoch, result.dead, result.retired, result.keys, result.joined
+            assert by_epoch.setdefault(epoch, seen) == seen, f"{process} left epoch {epoch} with another result"
             rank = process % LATER
-            assert rank not in verdict.dead
-            if self.is_member(process, verdict.epoch):
-                assert (rank in verdict.epoch.joining) == (not ready), (process, verdict)
-            if verdict.keys > number:  # committed: every process that goes on has done it
-                going_on = [one for one in self.epochs if self.is_member(one, verdict.epoch)]
-                old = [one for one in going_on if one % LATER not in verdict.joined]
+            assert rank not in result.dead
+            if self.is_member(process, result.epoch):
+                assert (rank in result.epoch.joining) == (not ready), (process, result)
+            if result.keys > number:  # committed: every process that goes on has done it
+                going_on = [one for one in self.epochs if self.is_member(one, result.epoch)]
+                old = [one for one in going_on if one % LATER not in result.joined]
                 assert all((one, epoch, number) in self.said for one in old), (epoch, number)
-            assert not verdict.joined or verdict.keys % EDGE == 0
-        for process, verdict in self.joins:
-            if verdict.epoch.number - 1 in by_epoch:
-                assert by_epoch[verdict.epoch.number - 1][3:] == (verdict.keys, verdict.joined)
-            assert self.is_member(process, verdict.epoch)
-        for process, epoch, *_ in (*self.said, *self.true, *self.verdicts):
+            assert not result.joined or result.keys % EDGE == 0
+        for process, result in self.joins:
+            if result.epoch.number - 1 in by_epoch:
+                assert by_epoch[result.epoch.number - 1][3:] == (result.keys, result.joined)
+            assert self.is_member(process, result.epoch)
+        for process, epoch, *_ in (*self.said, *self.true, *self.results):
             one = acting.setdefault((process % LATER, epoch), process)
             assert one == process, f"processes {one} and {process} are both in epoch {epoch}"
         for process, epoch, number in self.true:

@@ -9,8 +9,8 @@ from pipegrid.core.edge import Edge
 from pipegrid.core.graph import ModuleGraph
 from pipegrid.plans import (
     SCHEDULES,
-    Fault,
     PlanError,
+    PlanFault,
     PlanSyntaxError,
     compute_plan,
     forward_only,
@@ -400,7 +400,7 @@ def test_a_contradiction_is_the_same_error_in_every_form():
 def test_a_slip_in_a_table_without_placement_is_a_fault_at_its_step(table, position, step, found):
     with pytest.raises(PlanError) as error:
         verify(from_text(table))
-    assert Fault("misplaced", found, position, step) in error.value.faults
+    assert PlanFault("misplaced", found, position, step) in error.value.faults
     assert [fault.rule for fault in error.value.faults].count("misplaced") == 1
 
 

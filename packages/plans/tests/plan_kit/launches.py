@@ -5,7 +5,7 @@ import itertools
 from hypothesis import strategies as st
 
 from pipegrid.core.order import ORDER_MODELS
-from pipegrid.plans.orders import Launch, Message, Orders
+from pipegrid.plans.orders import Launch, MessageEnd, Orders
 
 MODELS = tuple(ORDER_MODELS.values())
 
@@ -21,7 +21,7 @@ def random_orders(draw, *, only_waits=False):
         draw(st.lists(st.tuples(st.sampled_from(pairs), st.integers(0, groups - 1)), min_size=1, max_size=6))
     ):
         for way, rank, peer in (("send", *pair), ("receive", *pair[::-1])):
-            rows[rank].append(Message(way, peer, f"m{number}", f"g{number if only_waits else group}"))
+            rows[rank].append(MessageEnd(way, peer, f"m{number}", f"g{number if only_waits else group}"))
     ranks = []
     for row in rows:
         left, launches = draw(st.permutations(row)), []

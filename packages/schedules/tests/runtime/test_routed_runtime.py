@@ -27,7 +27,7 @@ from pipegrid.schedules import (
     stage_places,
 )
 from pipegrid.schedules.runtime.stages.edge_queues import RecvQueue, SendQueue
-from pipegrid.schedules.runtime.stages.shared_calls import LentQueue, SharedCalls, SummedQueue
+from pipegrid.schedules.runtime.stages.shared_calls import SharedCalls, SharedQueue, SummedQueue
 from pipegrid.transport import Communicator, Direction, Edge, Verbs
 from plan_kit.plans import examples, in_halves
 from plan_kit.routed_plans import random_routed
@@ -298,12 +298,12 @@ class OneMessage(Communicator):
 def test_pieces_are_lent_one_memory_which_goes_back_unless_one_of_them_has_kept_it(order):
     message = Buffered(torch.ones(2, requires_grad=True))
     queue = RecvQueue(Edge(0, 1), Direction.FORWARD, OneMessage(message))
-    queue.lends.add(0)
-    lent = LentQueue(queue, SharedCalls(dict.fromkeys(range(3), 0)))
+    queue.reusable.add(0)
+    shared = SharedQueue(queue, SharedCalls(dict.fromkeys(range(3), 0)))
     for kept in (True, False):
         queue.receive(0, parse_action("1RECV_F0<0"))
-        lent.drop()
-        taken = [lent.take(piece) for piece in order]
+        shared.drop()
+        taken = [shared.take(piece) for piece in order]
         assert len({id(one) for one in taken}) == 3
         assert all(one.requires_grad and one.data_ptr() == message.payload.data_ptr() for one in taken)
         del taken[kept:]

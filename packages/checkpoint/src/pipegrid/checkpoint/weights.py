@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from pipegrid.checkpoint.errors import CheckpointMismatchError
-from pipegrid.checkpoint.state.names import Slot, TrainingState, known_state
+from pipegrid.checkpoint.state.names import TensorPlace, TrainingState, known_state
 from pipegrid.checkpoint.stored import dcp, manifest, reading
 from pipegrid.checkpoint.stored.manifest import Manifest
 from pipegrid.checkpoint.stored.plain import dtype_of, raw_bytes
@@ -58,7 +58,7 @@ def load_safetensors(state: TrainingState, path: str | os.PathLike[str]) -> None
     """
     from safetensors import SafetensorError, safe_open
 
-    by_module: dict[str, list[Slot]] = {}
+    by_module: dict[str, list[TensorPlace]] = {}
     for slot in known_state(state).slots():
         by_module.setdefault(slot.held.module, []).append(slot)
     where = Path(path)
@@ -74,7 +74,9 @@ def load_safetensors(state: TrainingState, path: str | os.PathLike[str]) -> None
         raise CorruptCheckpointError(f"{path} is no safetensors file: {error}") from error
 
 
-def _found(module: str, slots: Sequence[Slot], there: Mapping[str, Any], file: str) -> list[tuple[Slot, str]]:
+def _found(
+    module: str, slots: Sequence[TensorPlace], there: Mapping[str, Any], file: str
+) -> list[tuple[TensorPlace, str]]:
     for prefix in ("", f"{module}."):
         named = [
             (slot, next((prefix + name for name in (slot.held.name, *slot.aliases) if prefix + name in there), None))
@@ -88,7 +90,7 @@ def _found(module: str, slots: Sequence[Slot], there: Mapping[str, Any], file: s
     raise CheckpointMismatchError(f"{file} has no {missing}, nor {module}.{missing}, for module {module!r}")
 
 
-def _fill(slot: Slot, name: str, file: Any) -> None:
+def _fill(slot: TensorPlace, name: str, file: Any) -> None:
     tensor = slot.tensor()
     shape = file.get_slice(name).get_shape()
     if list(tensor.shape) != list(shape):

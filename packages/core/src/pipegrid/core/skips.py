@@ -34,7 +34,7 @@ class Uses:
     held: tuple[int, ...] = ()
 
 
-def ways_of_value(uses: Uses, placement: Places, hosts: Places | None = None) -> tuple[Edge, ...]:
+def hops_of_value(uses: Uses, placement: Places, hosts: Places | None = None) -> tuple[Edge, ...]:
     """The edges by which a value comes to the stages that use it, ascending.
 
     One leads to each position that has not got it. With ``hosts``, what the position of each stage shares with those
@@ -44,9 +44,9 @@ def ways_of_value(uses: Uses, placement: Places, hosts: Places | None = None) ->
     that of each stage, or its positions.
 
     Examples:
-        >>> [str(edge) for edge in ways_of_value(Uses(0, (2, 3, 4, 5)), placement=(0, 1, 0, 1, 0, 1))]
+        >>> [str(edge) for edge in hops_of_value(Uses(0, (2, 3, 4, 5)), placement=(0, 1, 0, 1, 0, 1))]
         ['0>2', '0>3', '2>4', '3>5']
-        >>> [str(edge) for edge in ways_of_value(Uses(0, (1, 2, 3)), range(4), hosts=(0, 0, 1, 1))]
+        >>> [str(edge) for edge in hops_of_value(Uses(0, (1, 2, 3)), range(4), hosts=(0, 0, 1, 1))]
         ['0>1', '0>2', '2>3']
     """
     last: dict[Hashable, int] = {}
@@ -72,7 +72,7 @@ def values_by_edge(
     """
     found: dict[Edge, list[Value]] = {}
     for value, one in uses.items():
-        for edge in ways_of_value(one, placement, hosts):
+        for edge in hops_of_value(one, placement, hosts):
             found.setdefault(edge, []).append(value)
     return {edge: tuple(found[edge]) for edge in sorted(found)}
 

@@ -47,7 +47,7 @@ _WATCHDOG_SECONDS = 0.05
 
 
 @define(eq=False)
-class _Line:
+class _StreamLine:
     """A stream: the entries that wait, the one under way, and the queue of the thread that plays it."""
 
     waiting: deque[QueueEntry] = field(factory=deque)
@@ -122,7 +122,7 @@ class FakeDevice:
         self._group_streams: dict[str, VirtualStream] = {}
         self._lock = self.streams.lock
         self._open: defaultdict[str, list[QueueEntry]] = defaultdict(list)
-        self._lines: dict[str, _Line] = {}  # by group, or one
+        self._lines: dict[str, _StreamLine] = {}  # by group, or one
         self._threads: list[threading.Thread] = []
         self._cuts: dict[str, Callable[[], None]] = {}
 
@@ -136,7 +136,7 @@ class FakeDevice:
         name = "serial" if self.serial else group
         with self._lock:
             if name not in self._lines:
-                self._lines[name] = _Line()
+                self._lines[name] = _StreamLine()
                 self._start(f"fake stream {name}", self._play_all, self._lines[name])
 
     def dump(self, prefix: str | os.PathLike[str] | None = None) -> Path | None:
@@ -310,14 +310,14 @@ class FakeDevice:
         for group in groups:
             self._cuts[group]()
 
-    def _line(self, group: str) -> _Line:
+    def _line(self, group: str) -> _StreamLine:
         return self._lines["serial" if self.serial else group]
 
     def _start(self, name: str, target: Callable[..., None], *arguments: object) -> None:
         self._threads.append(threading.Thread(target=target, args=arguments, name=name, daemon=True))
         self._threads[-1].start()
 
-    def _advance(self, line: _Line) -> None:
+    def _advance(self, line: _StreamLine) -> None:
         """Start the next entry of a stream, unless one is under way or the next one waits for other work."""
         with self._lock:
             if line.playing is None and line.waiting:
@@ -328,7 +328,7 @@ class FakeDevice:
                     self._note("started", entry.launch)
                     line.thread.put(entry)
 
-    def _play_all(self, line: _Line) -> None:
+    def _play_all(self, line: _StreamLine) -> None:
         while (entry := line.thread.get()) is not None:
             self._play(entry)
             with self._lock:

@@ -4,7 +4,7 @@ No torch: a store beside the ranks is enough.
 """
 
 from pipegrid.monitor.control import Control, ControlStore, DisagreementError, Failure, where_all_stand
-from pipegrid.monitor.epochs import Epoch, Epochs, EpochStore, FencedError, RankLostError, Verdict
+from pipegrid.monitor.epochs import Epoch, Epochs, EpochStore, FencedError, RankLostError, VoteResult
 from pipegrid.monitor.first_failure import first_failure
 from pipegrid.monitor.monitor import FIRST_STEP_SECONDS, JobFailedError, Monitor, Report
 
@@ -22,7 +22,7 @@ __all__ = [
     "Monitor",
     "RankLostError",
     "Report",
-    "Verdict",
+    "VoteResult",
     "first_failure",
     "where_all_stand",
 ]

@@ -170,7 +170,7 @@ class Candidate:
         shape, buffer = self.shape, self.shape.job.device.communicator
         held = ({shape.stages[s].part for s in stages} for stages in shape.placed.held)
         found = [buffer * sum((part.tp > 1) + (part.cp > 1) + (part.dp > 1) for part in parts) for parts in held]
-        for flow in dataflow_of(plan).crossing:
+        for flow in dataflow_of(plan).between_positions:
             if flow.edge in shape.collectives:
                 continue
             for route in flow.routes:

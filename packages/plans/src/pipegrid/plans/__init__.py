@@ -7,7 +7,7 @@ hold for programs of others: `prove_order` takes the orders of any launches.
 Rarer names are in the folders: `pipegrid.plans.generators`, `plan`, `passes`, `orders`, `verify`, `simulate`.
 """
 
-from pipegrid.plans.errors import Fault, PlanError, PlanSyntaxError
+from pipegrid.plans.errors import PlanError, PlanFault, PlanSyntaxError
 from pipegrid.plans.generators import (
     SCHEDULES,
     UShapeCounts,
@@ -72,9 +72,9 @@ from pipegrid.core.edge import Direction, Edge
 from pipegrid.core.graph import ModuleGraph
 
 __all__ = [
-    "SCHEDULES", "Action", "ActionKind", "Actor", "Costs", "CostsError", "Direction", "Edge", "Fault", "Group",
-    "Lane", "ModuleGraph", "Orders", "Plan", "PlanError", "PlanSyntaxError", "Proof", "Routes", "Simulation",
-    "Step", "UShapeCounts", "actions_of", "chain", "compute_plan", "costs_from_json", "costs_to_json",
+    "SCHEDULES", "Action", "ActionKind", "Actor", "Costs", "CostsError", "Direction", "Edge", "Group",
+    "Lane", "ModuleGraph", "Orders", "Plan", "PlanError", "PlanFault", "PlanSyntaxError", "Proof", "Routes",
+    "Simulation", "Step", "UShapeCounts", "actions_of", "chain", "compute_plan", "costs_from_json", "costs_to_json",
     "dualpipe_v", "fewest_communicators", "find_schedule", "fitting_schedules", "forward_only", "from_csv",
     "from_json", "from_text", "gpipe", "interleaved_1f1b", "interleaved_zero_bubble", "looped_bfs", "lower",
     "multi_module_1f1b", "offload", "one_f_one_b", "orders_from_csv", "orders_from_json", "orders_of_plan",

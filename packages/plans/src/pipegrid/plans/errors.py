@@ -8,7 +8,7 @@ from attrs import frozen
 
 
 @frozen
-class Fault:
+class PlanFault:
     """One fault of a plan.
 
     Attributes:
@@ -18,7 +18,7 @@ class Fault:
         step: its step there.
 
     Examples:
-        >>> str(Fault("duplicate", "0F1 comes twice", position=0, step=2))
+        >>> str(PlanFault("duplicate", "0F1 comes twice", position=0, step=2))
         '[duplicate] position 0, step 2: 0F1 comes twice'
     """
 
@@ -48,7 +48,7 @@ class PlanError(ValueError):
           [duplicate] position 0, step 2: 0F0 has been done before, and may be done once
     """
 
-    def __init__(self, message: str, *, faults: Sequence[Fault] = (), path: str | None = None) -> None:
+    def __init__(self, message: str, *, faults: Sequence[PlanFault] = (), path: str | None = None) -> None:
         self.faults = tuple(faults)
         self.path = path
         listed = "".join(f"\n  {fault}" for fault in self.faults)

@@ -4,7 +4,7 @@ Sides and sizes in, messages and completions out; positions of modules on their 
 """
 
 from pipegrid.reshard.box import Box
-from pipegrid.reshard.links import AUTO_LEADER_BYTES, Choice, Links, Route, Strategy
+from pipegrid.reshard.links import AUTO_LEADER_BYTES, StrategyChoice, Links, Route, Strategy
 from pipegrid.reshard.part import RankPart
 from pipegrid.reshard.plan import Completion, Message, ReshardPlan, plan_reshard, routes
 from pipegrid.reshard.errors import BridgeError, ShapeError
@@ -22,7 +22,6 @@ __all__ = [
     "AxisNames",
     "Box",
     "BridgeError",
-    "Choice",
     "Completion",
     "End",
     "GridLike",
@@ -40,6 +39,7 @@ __all__ = [
     "Side",
     "Sizes",
     "Strategy",
+    "StrategyChoice",
     "alike",
     "as_axes",
     "as_axis_of",

@@ -88,7 +88,7 @@ def leaders(givers: Sequence[int], takers: Sequence[int], *, backward: bool) -> 
 
 
 @frozen(field_transformer=checked_fields(BridgeError))
-class Choice:
+class StrategyChoice:
     """A strategy, and the figures by which ``"auto"`` decides.
 
     Attributes:
@@ -97,7 +97,7 @@ class Choice:
         links: speeds, where they are known.
 
     Examples:
-        >>> Choice("auto", leader_below=4096).leads([0, 1], [2, 3], nbytes=1024, backward=False)
+        >>> StrategyChoice("auto", leader_below=4096).leads([0, 1], [2, 3], nbytes=1024, backward=False)
         True
     """
 

@@ -25,7 +25,7 @@ from pipegrid.core.fields import Count, Index, checked, checked_fields
 from pipegrid.reshard.box import Box, Span, shares
 from pipegrid.reshard.cuts import Cut, local_shape, local_spans, meeting_classes, part_cuts, pieces, row_cuts
 from pipegrid.reshard.errors import BridgeError
-from pipegrid.reshard.links import AUTO_LEADER_BYTES, Choice, Links, Route, Strategy, leaders
+from pipegrid.reshard.links import AUTO_LEADER_BYTES, Links, Route, Strategy, StrategyChoice, leaders
 from pipegrid.reshard.side import Side
 from pipegrid.reshard.sizes import AxisNames, Sizes
 
@@ -228,7 +228,7 @@ def plan_reshard(
         '0[0:2, 0:8] -> 3[0:2, 0:8]'
     """
     itemsize = checked(itemsize, Count, "itemsize (bytes)", BridgeError)
-    choice = Choice(strategy, leader_below, links)
+    choice = StrategyChoice(strategy, leader_below, links)
     cuts = row_cuts(src, dst, sizes)
     sender, receiver = src, dst
     if backward:

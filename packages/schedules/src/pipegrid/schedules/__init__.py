@@ -84,7 +84,7 @@ if TYPE_CHECKING:
         PipelineRuntime,
         ProfilerRanges as ProfilerRanges,
         Slice as Slice,
-        Stage as Stage,
+        RuntimeStage as RuntimeStage,
         TakeTurns as TakeTurns,
         UnitTimes as UnitTimes,
         exchange_tokens as exchange_tokens,

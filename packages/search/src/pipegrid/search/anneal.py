@@ -10,7 +10,7 @@ import math
 import random
 from collections.abc import Callable
 
-from pipegrid.plans.network.network import Network, Objective, Orders
+from pipegrid.plans.network.network import Objective, Orders, PassNetwork
 
 FARTHEST = 12
 """The most places that an operation moves at once."""
@@ -19,7 +19,7 @@ FARTHEST = 12
 class Annealing:
     """Orders that are improved; a compute of a stage on several positions keeps its place, others move past it."""
 
-    def __init__(self, network: Network, orders: Orders, objective: Objective, *, seed: int = 0) -> None:
+    def __init__(self, network: PassNetwork, orders: Orders, objective: Objective, *, seed: int = 0) -> None:
         self.network, self.objective = network, objective
         self.rng = random.Random(seed)  # noqa: S311 -- no secret
         self.orders = [list(order) for order in orders]

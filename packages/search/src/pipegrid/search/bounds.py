@@ -1,4 +1,4 @@
-"""Lower bounds of the objective: no orders of a `Network` are better."""
+"""Lower bounds of the objective: no orders of a `PassNetwork` are better."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import heapq
 import math
 from collections.abc import Iterable
 
-from pipegrid.plans.network.network import Network, Objective
+from pipegrid.plans.network.network import Objective, PassNetwork
 
 
-def lower_bound(network: Network, objective: Objective) -> float:
+def lower_bound(network: PassNetwork, objective: Objective) -> float:
     """The objective of no orders is less.
 
     For the span, the work of the busiest position. For the makespan, each position alone with its operations, which
@@ -37,7 +37,7 @@ def lower_bound(network: Network, objective: Objective) -> float:
     return max(bound, _of_chain(network, objective)) if network.is_chain else bound
 
 
-def _of_chain(network: Network, objective: Objective) -> float:
+def _of_chain(network: PassNetwork, objective: Objective) -> float:
     """The bound of a chain.
 
     A position does all its work after the way to its first pass. And from the first to the last of its passes, F
@@ -62,7 +62,7 @@ def _of_chain(network: Network, objective: Objective) -> float:
     return max(bounds)
 
 
-def _starts(network: Network) -> list[list[float]]:
+def _starts(network: PassNetwork) -> list[list[float]]:
     """Per pass and microbatch, when it can start at the earliest."""
     count, starts = network.num_microbatches, [[0.0] * network.num_microbatches for _ in network.passes]
     for number in range(len(network.passes)):
@@ -75,7 +75,7 @@ def _starts(network: Network) -> list[list[float]]:
     return starts
 
 
-def _tails(network: Network) -> list[list[float]]:
+def _tails(network: PassNetwork) -> list[list[float]]:
     """Per pass and microbatch, the time from its end to the end of all that waits for it, at least."""
     count, tails = network.num_microbatches, [[0.0] * network.num_microbatches for _ in network.passes]
     followers: list[list[tuple[int, float]]] = [[] for _ in network.passes]

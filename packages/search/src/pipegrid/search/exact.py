@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 from attrs import frozen
 
-from pipegrid.plans.network.network import Network, Orders
+from pipegrid.plans.network.network import Orders, PassNetwork
 
 State: TypeAlias = tuple[int, ...]
 """Microbatches done of each of the ``2S`` passes, then per position the number of its ``W``."""
@@ -30,7 +30,7 @@ class Exact:
     states: int
 
 
-def has_equal_costs(chain: Network) -> bool:
+def has_equal_costs(chain: PassNetwork) -> bool:
     """Whether `shortest` is for this chain: one duration, free messages, equal activations that ``W`` releases."""
     stages = chain.num_stages
     return (
@@ -42,7 +42,7 @@ def has_equal_costs(chain: Network) -> bool:
     )
 
 
-def shortest(chain: Network, below: float, *, max_states: int) -> Exact:
+def shortest(chain: PassNetwork, below: float, *, max_states: int) -> Exact:
     """Orders whose makespan is less than ``below``, the shortest unless ``max_states`` runs out.
 
     ``chain`` has equal costs (see `has_equal_costs`).
@@ -62,7 +62,7 @@ def shortest(chain: Network, below: float, *, max_states: int) -> Exact:
 class _Slots:
     """Depth-first through the slots of a schedule of at most ``slots`` of them."""
 
-    def __init__(self, chain: Network, slots: int, max_states: int) -> None:
+    def __init__(self, chain: PassNetwork, slots: int, max_states: int) -> None:
         self.chain, self.slots, self.max_states = chain, slots, max_states
         self.count, self.passes = chain.num_microbatches, 2 * chain.num_stages
         self.states = 0

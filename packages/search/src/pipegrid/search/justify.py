@@ -15,10 +15,10 @@ from __future__ import annotations
 
 import heapq
 
-from pipegrid.plans.network.network import Network, Orders
+from pipegrid.plans.network.network import Orders, PassNetwork
 
 
-def justified(network: Network, orders: Orders) -> Orders:
+def justified(network: PassNetwork, orders: Orders) -> Orders:
     """The orders after both ways; ``orders``: of each position, in a schedule that keeps to the memory limit.
 
     Every pass lies on one position.
@@ -27,7 +27,7 @@ def justified(network: Network, orders: Orders) -> Orders:
     return _listed(network, [order[::-1] for order in late], backwards=False)
 
 
-def _listed(network: Network, before: Orders, *, backwards: bool) -> Orders:
+def _listed(network: PassNetwork, before: Orders, *, backwards: bool) -> Orders:
     """The orders in the direction of the schedule; of each position the first in ``before`` has priority."""
     count, duration, operations = network.num_microbatches, network.duration, range(network.num_operations)
     place = [places[0] for places in network.positions]

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 
 from attrs import field, frozen
 
-from pipegrid.plans.network.network import Network
+from pipegrid.plans.network.network import PassNetwork
 
 HOPS = tuple((first, other) for first in (1, 2, 3) for other in (1, 2, 3))
 TURNS = range(5)
@@ -35,7 +35,7 @@ class Pattern:
     dates: tuple[int, ...] = field(repr=False)
 
 
-def patterns(chain: Network) -> list[Pattern]:
+def patterns(chain: PassNetwork) -> list[Pattern]:
     """Every pattern that suits the placement and the memory limit, least memory first; none for other placements.
 
     Where the limit is too low for any, patterns that hold more: squeezed, they wait for memory.
@@ -48,7 +48,7 @@ def patterns(chain: Network) -> list[Pattern]:
     return []
 
 
-def _sweeps(chain: Network) -> list[tuple[int, bool]]:
+def _sweeps(chain: PassNetwork) -> list[tuple[int, bool]]:
     """Consecutive passes that visit every position once: the first, and whether they go upward (0, 1, ...)."""
     count, passes = chain.num_positions, chain.position[: 2 * chain.num_stages]
     every = tuple(range(count))
@@ -65,7 +65,7 @@ class _Patterns:
     longest at an end: a few positions stand for all.
     """
 
-    def __init__(self, chain: Network, sweeps: list[tuple[int, bool]], more: float) -> None:
+    def __init__(self, chain: PassNetwork, sweeps: list[tuple[int, bool]], more: float) -> None:
         self.chain, self.sweeps = chain, sweeps
         self.last = chain.num_positions - 1
         self.period = 3 * len(sweeps) // 2

@@ -11,7 +11,7 @@ from attrs import define, evolve, field, frozen
 from pipegrid.core.fields import Amount, Count, checked_arguments
 from pipegrid.core.graph import ModuleGraph
 from pipegrid.plans.errors import PlanError
-from pipegrid.plans.network.network import Network, Objective, Orders, as_network
+from pipegrid.plans.network.network import Objective, Orders, PassNetwork, as_network
 from pipegrid.plans.network.problem import Entries, Problem
 from pipegrid.plans.network.squeeze import Squeeze, squeezed
 from pipegrid.plans.plan import Plan
@@ -319,7 +319,7 @@ class _Search:
         width = max(ANNEALED, int((share - self.spent) / cost / len(ways) / 2))
         fitting = max(ANNEALED, int((share - self.spent) / 2 / cost / 2))  # patterns of the first round, evenly spread
 
-        def squeeze(network: Network, pattern: int, way: int) -> float | None:
+        def squeeze(network: PassNetwork, pattern: int, way: int) -> float | None:
             """The value of a pattern squeezed in one way; whole steps are kept as starts."""
             result = squeezed(network, found[pattern].dates, ways[way], objective=self.objective)
             self.spent += SQUEEZED * network.num_operations
@@ -419,7 +419,7 @@ class _Search:
         return [(value, [list(order) for order in orders], origin) for orders, (value, origin) in ranked]
 
 
-def _squeezes(chain: Network) -> Iterator[Squeeze]:
+def _squeezes(chain: PassNetwork) -> Iterator[Squeeze]:
     """The ways to squeeze that `search` tries, the most promising first."""
     even = len(set(chain.duration)) == 1 and not any(chain.lag)
     half, whole = max(1, chain.num_positions // 2), chain.num_positions

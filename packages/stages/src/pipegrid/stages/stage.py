@@ -13,7 +13,7 @@ from pipegrid.autograd import compile_split
 from pipegrid.core.edge import Edge
 from pipegrid.core.fields import checked
 from pipegrid.core.graph import ModuleGraph, chain
-from pipegrid.core.skips import skips_among, values_by_edge, ways_of_value
+from pipegrid.core.skips import hops_of_value, skips_among, values_by_edge
 from pipegrid.stages.assignment import Assignment, Tie
 from pipegrid.stages.calls import by_name
 from pipegrid.stages.errors import CutError
@@ -185,8 +185,8 @@ class Stage(nn.Module):
             crossing, straight = map(size, proof.between_hosts(placement, hosts))
             lines.append(f"  {crossing} of that between hosts, {straight} if each went straight from its source")
             for skip in proof.skips:
-                ways = ways_of_value(skip, placement, hosts)
-                lines.append(f"  {skip}, by {', '.join(map(str, ways)) or 'hidden states'}")
+                hops = hops_of_value(skip, placement, hosts)
+                lines.append(f"  {skip}, by {', '.join(map(str, hops)) or 'hidden states'}")
         return "\n".join(lines)
 
     def place(self, placement: Sequence[int], hosts: Sequence[Hashable] | None = None) -> None:

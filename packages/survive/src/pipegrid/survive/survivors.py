@@ -16,7 +16,7 @@ from attrs import frozen
 from pipegrid.core.fields import Name, checked
 from pipegrid.gradients.main_grad import Modules
 from pipegrid.monitor import JobFailedError
-from pipegrid.monitor.epochs import Epoch, Epochs, EpochStore, Verdict
+from pipegrid.monitor.epochs import Epoch, Epochs, EpochStore, VoteResult
 from pipegrid.survive.connections import require_no_watchdog
 from pipegrid.survive.device import DeviceEnd
 from pipegrid.survive.errors import RankRetiredError, SurviveError
@@ -71,26 +71,26 @@ class Survived:
 
     Attributes:
         key: of the function that was running here.
-        verdict: the vote result: who is dead and why, who has joined, the epoch since then, and whether the function
+        result: the vote result: who is dead and why, who has joined, the epoch since then, and whether the function
             was done by all that live.
         seconds: from the first sign of it on this rank until the ranks have agreed.
 
     Examples:
-        >>> from pipegrid.monitor import Epoch, Verdict
-        >>> Survived("step 7", Verdict(Epoch(1, (0, 2)), {1: "no heartbeat"}, (), 7), seconds=0.4).verdict.dead
+        >>> from pipegrid.monitor import Epoch, VoteResult
+        >>> Survived("step 7", VoteResult(Epoch(1, (0, 2)), {1: "no heartbeat"}, (), 7), seconds=0.4).result.dead
         {1: 'no heartbeat'}
     """
 
     key: str
-    verdict: Verdict
+    result: VoteResult
     seconds: float
 
     def __str__(self) -> str:
         """One line, for a log."""
-        epoch, dead = self.verdict.epoch, self.verdict.dead
+        epoch, dead = self.result.epoch, self.result.dead
         lost = [f"rank {rank} is dead ({why})" for rank, why in sorted(dead.items())]
-        came = [f"a new process of rank {rank} has come" for rank in self.verdict.joined]
-        done = "was done by all others" if self.verdict.committed else "is done again"
+        came = [f"a new process of rank {rank} has come" for rank in self.result.joined]
+        done = "was done by all others" if self.result.committed else "is done again"
         return (
             f"epoch {epoch.number}: {'; '.join(lost + came)}; {self.key} {done}, {len(epoch.members)} ranks go on, "
             f"{self.seconds:.2f} s after this rank noticed"
@@ -99,7 +99,7 @@ class Survived:
 
 def print_once(event: Survived) -> None:
     """Print a line to stderr, on the lowest living rank."""
-    if require_default_group()[0] == event.verdict.epoch.members[0]:
+    if require_default_group()[0] == event.result.epoch.members[0]:
         print(event, file=sys.stderr, flush=True)  # noqa: T201 -- the line that a person looks for
 
 
@@ -353,19 +353,19 @@ class Survivors(Generic[W]):
         self._end(why)
         epoch = self.epochs.current
         handing = bool(epoch.joining) and not self._handed  # a key of its own, before this one
-        verdict = self.epochs.vote(_of_state(epoch) if handing else key, why, edge=edge, asking=asking)
+        result = self.epochs.vote(_of_state(epoch) if handing else key, why, edge=edge, asking=asking)
         self._handed = False
         self._leave_ring()  # not before: who watches a dead rank is to say so
-        if not verdict.dead and not verdict.joined:
+        if not result.dead and not result.joined:
             self.epochs.give_up(f"no rank has died, but {why}")
             raise error or JobFailedError(f"{why} on another rank, and no rank has died")
-        if self.epochs.rank in verdict.retired:
-            peers = f"one of the dead ranks {sorted(verdict.dead)}"
+        if self.epochs.rank in result.retired:
+            peers = f"one of the dead ranks {sorted(result.dead)}"
             raise RankRetiredError(f"rank {self.epochs.rank} retires: it computes only together with {peers}")
-        event = Survived(key, verdict, time.monotonic() - began)
+        event = Survived(key, result, time.monotonic() - began)
         self.events.append(event)
         self._on_event(event)
-        return verdict.committed and not handing
+        return result.committed and not handing
 
     def _alarmed(self, cause: str) -> None:
         """Abort the world, in a thread: this rank may wait for others that never arrive."""

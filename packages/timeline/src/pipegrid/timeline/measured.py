@@ -171,7 +171,7 @@ def _hops(recording: Recording, overhead: float) -> dict[Edge, list[float]]:
             elif action.kind.is_compute and entry.index not in paired:
                 waited[action].append((0.0 if free is None else free, entry.start))
     found: dict[Edge, list[float]] = {edge: [] for edge in plan.graph.stage_edges}
-    for flow, microbatch in product(dataflow_of(plan).crossing, range(plan.num_microbatches)):
+    for flow, microbatch in product(dataflow_of(plan).between_positions, range(plan.num_microbatches)):
         send, _ = MESSAGE_KINDS[flow.direction]
         sent = posted.get(Action(send, flow.producer, microbatch, flow.edge), ())
         for kind in (_F,) if flow.direction is Direction.FORWARD else (_B, _I):

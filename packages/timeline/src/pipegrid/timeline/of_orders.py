@@ -13,7 +13,7 @@ from typing import TypeAlias
 from pipegrid.core.order import OrderModel
 from pipegrid.plans.errors import PlanError
 from pipegrid.plans.orders.orders import Launch, Orders
-from pipegrid.plans.orders.programs import Track
+from pipegrid.plans.orders.programs import ProgramTrack
 from pipegrid.plans.orders.prove import model_named, play_orders
 from pipegrid.plans.plan.actions import parse_action
 from pipegrid.timeline.kinds import BEHIND, STUCK
@@ -65,7 +65,7 @@ _Step: TypeAlias = tuple[int, int]
 """The number of a track, and of a step of its program."""
 
 
-def _times(tracks: Sequence[Track]) -> tuple[dict[_Step, float], dict[_Step, float]]:
+def _times(tracks: Sequence[ProgramTrack]) -> tuple[dict[_Step, float], dict[_Step, float]]:
     """Start and end times of the steps of all tracks, as far as they have them.
 
     Each event is set by one track, at a time that follows from the events it waited for: the outcome is the same

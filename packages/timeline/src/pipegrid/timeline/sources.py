@@ -171,7 +171,7 @@ def _flows(
             if action.microbatch is not None:
                 spans[position, action.kind, action.stage, action.edge, plan.piece_of(action)].append(index)
     flows = []
-    for flow in dataflow_of(plan).crossing:
+    for flow in dataflow_of(plan).between_positions:
         edge, computes = None, _COMPUTES[flow.direction]
         first, last = computes, computes
         if plan.has_communication:

@@ -299,7 +299,7 @@ class P2PCommunicator(NeighbourVerbs, LaneCommunicator):
 
 def _open(example: torch.Tensor | None, specs: Sequence[LaneSpec], **options: Any) -> Lanes:
     """`open_lanes` of lanes whose messages are all like ``example``, where there is one."""
-    return open_lanes(specs, standing=None if example is None else dict.fromkeys(specs, example), **options)
+    return open_lanes(specs, agreed=None if example is None else dict.fromkeys(specs, example), **options)
 
 
 def _example(shape: Sequence[int], config: P2PConfig) -> torch.Tensor:

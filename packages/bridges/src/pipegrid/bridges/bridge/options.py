@@ -9,7 +9,8 @@ from attrs import field, frozen
 
 from pipegrid.bridges.bridge.structure import Declared, Structure
 from pipegrid.core.fields import Index, checked, checked_fields, shown
-from pipegrid.reshard import AUTO_LEADER_BYTES, BridgeError, Choice, Links, Placement, Strategy, as_axis_of, axis_names
+from pipegrid.reshard import AUTO_LEADER_BYTES, BridgeError, Links, Placement, Strategy, as_axis_of, axis_names
+from pipegrid.reshard.links import StrategyChoice
 
 
 def _as_lanes(value: Any) -> tuple[int, ...] | None:
@@ -76,9 +77,9 @@ class EdgeOptions:
             as_axis_of(self.dim_mapping)
 
     @property
-    def choice(self) -> Choice:
+    def choice(self) -> StrategyChoice:
         """The strategy, and what ``"auto"`` decides by."""
-        return Choice(self.strategy, self.leader_below, self.links)
+        return StrategyChoice(self.strategy, self.leader_below, self.links)
 
     @property
     def structure(self) -> Structure | None:

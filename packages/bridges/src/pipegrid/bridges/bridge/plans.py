@@ -14,7 +14,7 @@ from attrs import define, evolve, field, frozen
 from pipegrid.bridges.bridge.wiring import BridgeWiring
 from pipegrid.bridges.steps import require_summed
 from pipegrid.core.fields import Index, checked_fields, shown
-from pipegrid.reshard import BATCH, AxisNames, Choice, RankPart, ReshardPlan, Side, Sizes, plan_reshard
+from pipegrid.reshard import BATCH, AxisNames, RankPart, ReshardPlan, Side, Sizes, StrategyChoice, plan_reshard
 from pipegrid.reshard.errors import BridgeError, ShapeError
 from pipegrid.reshard.sizes import batch_axis, cuts_of_lane
 from pipegrid.topology import replica_bounds, replica_sizes
@@ -175,7 +175,7 @@ class ShapePlans:
 
     name: str
     wiring: BridgeWiring
-    choice: Choice
+    choice: StrategyChoice
     comm_dtype: torch.dtype | None
     variable: bool
     shape: Sequence[int | None] | None = None

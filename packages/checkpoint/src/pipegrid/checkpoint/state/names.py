@@ -44,7 +44,7 @@ def stages_of(held: Iterable[Held]) -> tuple[tuple[str, int], ...]:
 
 
 @frozen
-class Slot:
+class TensorPlace:
     """The place of a stored tensor of the model on this rank: ``leaf`` of the submodule ``owner``."""
 
     held: Held  # its description for other ranks
@@ -107,7 +107,7 @@ def numbered(module: str, stages: Any, grids: Mapping[str, Any] | None) -> dict[
 
 def slots_of(
     module: str, number: int, stage: nn.Module, names: Mapping[str, str] | None, ties: Sequence[Tie]
-) -> list[Slot]:
+) -> list[TensorPlace]:
     """The slots of a stage's stored tensors: parameters once, and buffers that are part of its ``state_dict``."""
     saved = {bare_name(name) for name in stage.state_dict()}  # a hook of FSDP2 shards the parameters again, here
     extra = sorted(name for name in saved if name.endswith("_extra_state"))
@@ -121,7 +121,7 @@ def slots_of(
     for found in _tensors(stage):
         if found[0] in saved:
             by_id.setdefault(id(found[3]), []).append(found)
-    made: dict[str, Slot] = {}
+    made: dict[str, TensorPlace] = {}
     for places in by_id.values():
         whole = [name if names is None else names.get(name, name) for name, *_ in places]
         declared = next((name for name in whole if name in tied), None)
@@ -131,7 +131,7 @@ def slots_of(
         held = Held(module, name, number, declared is not None, parameter, shape, dtype)
         if name in made:
             raise CheckpointError(f"module {module!r} stage {number} has two tensors with the name {name!r}")
-        made[name] = Slot(held, owner, leaf, tuple(other for other in whole if other != name))
+        made[name] = TensorPlace(held, owner, leaf, tuple(other for other in whole if other != name))
     return list(made.values())
 
 
@@ -207,9 +207,9 @@ class TrainingState:
         if not isinstance(optimizers, Sequence):
             raise CheckpointError(f"optimizers is {shown(optimizers)}; it must be a list of optimizers")
 
-    def slots(self) -> list[Slot]:
+    def slots(self) -> list[TensorPlace]:
         """The slots of all stored tensors, stage by stage."""
-        found: list[Slot] = []
+        found: list[TensorPlace] = []
         for module, held in self.stages.items():
             if "/" in module:
                 raise CheckpointError(f"a module is called {module!r}; names have no '/'")

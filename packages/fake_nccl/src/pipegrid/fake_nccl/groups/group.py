@@ -161,12 +161,12 @@ class FakeGroup(GroupBase):  # type: ignore[misc]
         late, hidden = self._runs_later(), self._connect()
         with streams.paused():
             there = tree_map(lambda value: streams.on_device(value) if isinstance(value, Tensor) else value, arguments)
-            unread = _tensors(there[0]) if name in _WRITES_FIRST else []
-            for tensor in () if late else unread:
+            inputs = _tensors(there[0]) if name in _WRITES_FIRST else []
+            for tensor in () if late else inputs:
                 make_unreadable(tensor)
 
         def run() -> None:
-            for tensor in unread if late else ():
+            for tensor in inputs if late else ():
                 make_unreadable(tensor)
             getattr(hidden.gloo, name)(*there, **options).wait(NEVER)
 

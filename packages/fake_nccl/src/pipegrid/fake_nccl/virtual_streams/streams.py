@@ -21,7 +21,7 @@ from pipegrid.fake_nccl.virtual_streams.host_syncs import HostSync
 from pipegrid.fake_nccl.virtual_streams.late import LateRun
 from pipegrid.fake_nccl.virtual_streams.player import Player
 from pipegrid.fake_nccl.virtual_streams.virtual import VirtualEvent, VirtualStream
-from pipegrid.fake_nccl.virtual_streams.watching import Calls, Operations
+from pipegrid.fake_nccl.virtual_streams.watching import Operations, UndispatchedCalls
 from pipegrid.fake_nccl.virtual_streams.work import StreamWork
 
 
@@ -81,7 +81,7 @@ class Streams(StreamWork):
         seen: list[HostSync] = []
         self._watching = threading.get_ident()
         try:
-            with Calls(self), Operations(self):
+            with UndispatchedCalls(self), Operations(self):
                 yield seen
         finally:
             self._watching = 0

@@ -23,7 +23,7 @@ from pipegrid.fake_nccl.virtual_streams.work import StreamWork
 _HOST_CALLS = frozenset({"tolist", "cpu", "numpy"})
 
 
-class Calls(TorchFunctionMode):
+class UndispatchedCalls(TorchFunctionMode):
     """Calls that no operation shows: reads to Python values, and `record_stream`."""
 
     def __init__(self, streams: StreamWork) -> None:

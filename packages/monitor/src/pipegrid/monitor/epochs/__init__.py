@@ -3,6 +3,6 @@
 from pipegrid.monitor.epochs.epochs import Epochs
 from pipegrid.monitor.epochs.errors import FencedError, RankLostError
 from pipegrid.monitor.epochs.stored_epochs import EpochStore
-from pipegrid.monitor.epochs.records import Epoch, Verdict
+from pipegrid.monitor.epochs.records import Epoch, VoteResult
 
-__all__ = ["Epoch", "EpochStore", "Epochs", "FencedError", "RankLostError", "Verdict"]
+__all__ = ["Epoch", "EpochStore", "Epochs", "FencedError", "RankLostError", "VoteResult"]

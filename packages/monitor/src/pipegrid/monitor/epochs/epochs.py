@@ -43,7 +43,7 @@ from pipegrid.core.fields import Index, Seconds, checked
 from pipegrid.monitor.control import DisagreementError, Failure, bounded_store, silent
 from pipegrid.monitor.epochs.errors import FencedError, RankLostError
 from pipegrid.monitor.epochs.heartbeat import WATCHED, Heartbeat
-from pipegrid.monitor.epochs.records import Alarm, Ballot, DoneCount, Epoch, Retire, Verdict, admissible, decide
+from pipegrid.monitor.epochs.records import Alarm, Ballot, DoneCount, Epoch, Retire, VoteResult, admissible, decide
 from pipegrid.monitor.epochs.stored_epochs import LEFT, EpochStore, StoredEpochs
 from pipegrid.monitor.monitor import JobFailedError
 from pipegrid.topology.bounded_calls import BoundedCalls
@@ -123,7 +123,7 @@ class Epochs:
         self.current = self._heartbeat.epoch = self._first if self.ready else _OUTSIDE
         self._close = weakref.finalize(self, _end, self._heartbeat, *_started(self._heartbeat), self._calls, calls)
 
-    def join(self) -> Verdict:
+    def join(self) -> VoteResult:
         """Ask for the place of this rank, whose earlier process has ended, and wait until the members take this one in.
 
         They do so in a vote before a key with ``edge``. Before this rank has done its first key, it gets the state of
@@ -191,7 +191,9 @@ class Epochs:
         except RuntimeError as error:
             self._heartbeat.fail(silent(error))
 
-    def vote(self, key: str, why: str = "", *, edge: bool = False, asking: Mapping[int, int] | None = None) -> Verdict:
+    def vote(
+        self, key: str, why: str = "", *, edge: bool = False, asking: Mapping[int, int] | None = None
+    ) -> VoteResult:
         """Agree with the living members on who is lost and on what is done; the next epoch begins.
 
         Every member votes once per epoch that ends. ``dead`` of the result is empty if all of them did, unless a new
@@ -268,9 +270,9 @@ class Epochs:
         if self._voted == self.current.number:
             raise JobFailedError("a vote was interrupted on this rank, which can neither vote nor say done again")
 
-    def _enter(self, verdict: Verdict) -> None:
+    def _enter(self, result: VoteResult) -> None:
         """Go on in the epoch that a vote has begun."""
-        self.current, self._number, self._said = verdict.epoch, verdict.keys, -1
+        self.current, self._number, self._said = result.epoch, result.keys, -1
         self._heartbeat.epoch, self._heartbeat.number = self.current, self._number
 
     def _alarmed(self) -> bool:
@@ -278,17 +280,17 @@ class Epochs:
         epoch = self.current.number
         if (alarm := self._stored.alarm(epoch)) is None:
             return False
-        outcome = self._stored.verdict(epoch)
+        outcome = self._stored.result(epoch)
         if isinstance(outcome, Failure):
             raise self._ended(outcome)
         if self.rank in alarm.lost:
             raise self._fenced(alarm.lost[self.rank])
         return True
 
-    def _outcome(self, epoch: Epoch, key: str) -> Verdict | Failure:
+    def _outcome(self, epoch: Epoch, key: str) -> VoteResult | Failure:
         """The vote result of ``epoch``, after waiting for it, or proposing it."""
         began = time.monotonic()
-        while (outcome := self._stored.verdict(epoch.number)) is None:
+        while (outcome := self._stored.result(epoch.number)) is None:
             alarm = self._stored.alarm(epoch.number)
             dead = {} if alarm is None else alarm.lost
             if self.rank in dead:
@@ -348,7 +350,7 @@ class Epochs:
             raise JobFailedError(f"{what}: {self._heartbeat.failure or silent(error)}") from error
 
 
-def _admission(stored: StoredEpochs, heartbeat: Heartbeat, epoch: Epoch, deadline: float) -> Verdict | Failure:
+def _admission(stored: StoredEpochs, heartbeat: Heartbeat, epoch: Epoch, deadline: float) -> VoteResult | Failure:
     """Ask to join, and wait for the vote result by which this process is a member, or that the job has failed.
 
     It may take as long as a step, or until other new processes, with which this one computes, have asked. ``deadline``:
@@ -358,7 +360,7 @@ def _admission(stored: StoredEpochs, heartbeat: Heartbeat, epoch: Epoch, deadlin
     stored.ask(rank, own)
     known, seen = dict[int, int](), began
     while True:
-        outcome = stored.verdict(epoch.number)
+        outcome = stored.result(epoch.number)
         if isinstance(outcome, Failure) or (outcome is not None and outcome.epoch.has(rank, own)):
             return outcome
         if heartbeat.failure:

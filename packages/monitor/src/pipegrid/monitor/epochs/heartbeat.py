@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from attrs import define, field
 
 from pipegrid.monitor.control import silent
-from pipegrid.monitor.epochs.records import Alarm, Epoch, Verdict
+from pipegrid.monitor.epochs.records import Alarm, Epoch, VoteResult
 from pipegrid.monitor.epochs.stored_epochs import LEFT, StoredEpochs
 from pipegrid.topology.bounded_calls import SilentStoreError
 
@@ -127,10 +127,10 @@ class Heartbeat:
         incarnation = epoch.incarnations.get(rank, 0)
         while epoch.has(rank, incarnation):
             self.stored.raise_alarm(epoch.number, Alarm({rank: why}))
-            verdict = self.stored.verdict(epoch.number)
-            if not isinstance(verdict, Verdict):
+            result = self.stored.result(epoch.number)
+            if not isinstance(result, VoteResult):
                 return
-            epoch = verdict.epoch
+            epoch = result.epoch
 
     def fail(self, why: str) -> None:
         """Note that this thread, or the store, has failed."""

@@ -41,7 +41,7 @@ class Epoch:
 
 
 @frozen
-class Verdict:
+class VoteResult:
     """The outcome of a vote; equal on all its members, but for ``committed``.
 
     Attributes:
@@ -53,7 +53,7 @@ class Verdict:
         joined: ranks whose new process is a member from now on.
 
     Examples:
-        >>> Verdict(epoch=Epoch(1, (0, 2)), dead={1: "no heartbeat"}, retired=(), keys=7).dead
+        >>> VoteResult(epoch=Epoch(1, (0, 2)), dead={1: "no heartbeat"}, retired=(), keys=7).dead
         {1: 'no heartbeat'}
     """
 
@@ -129,7 +129,7 @@ def alarm_of(text: str) -> Alarm:
     return Alarm(dict(lost), why, dict(asking))
 
 
-def verdict_to_text(outcome: Verdict | Failure) -> str:
+def result_to_text(outcome: VoteResult | Failure) -> str:
     """The outcome as text, the same on every rank."""
     if isinstance(outcome, Failure):
         return json.dumps({"failed": asdict(outcome)})
@@ -137,7 +137,7 @@ def verdict_to_text(outcome: Verdict | Failure) -> str:
     return json.dumps({**asdict(outcome), "epoch": epoch, "dead": sorted(outcome.dead.items())})
 
 
-def verdict_of(text: str) -> Verdict | Failure:
+def result_of(text: str) -> VoteResult | Failure:
     """Read the outcome of a vote."""
     said = json.loads(text)
     if "failed" in said:
@@ -145,7 +145,7 @@ def verdict_of(text: str) -> Verdict | Failure:
     of = said["epoch"]
     epoch = Epoch(of["number"], tuple(of["members"]), dict(of["incarnations"]), tuple(of["joining"]))
     lists = {name: tuple(said[name]) for name in ("retired", "joined")}
-    return Verdict(**{**said, **lists, "epoch": epoch, "dead": dict(said["dead"])})
+    return VoteResult(**{**said, **lists, "epoch": epoch, "dead": dict(said["dead"])})
 
 
 Retire = Callable[[frozenset[int]], Iterable[int]]
@@ -172,7 +172,7 @@ def admissible(epoch: Epoch, asking: Mapping[int, int], living: Collection[int],
 
 def decide(
     epoch: Epoch, ballots: Mapping[int, Ballot], alarm: Alarm, retire: Retire = lambda _: (), *, rank: int
-) -> Verdict | Failure:
+) -> VoteResult | Failure:
     """The outcome that ``rank`` proposes for a vote at the end of ``epoch``.
 
     A rank begins a key when all members have done the one before it, so those that go on are at one key or at two
@@ -206,4 +206,4 @@ def decide(
     members = tuple(sorted({*going_on, *joined}))
     joining_next = tuple(sorted({*joining, *joined}))
     following_epoch = Epoch(epoch.number + 1, members, {**epoch.incarnations, **joined}, joining_next)
-    return Verdict(following_epoch, dict(alarm.lost), tuple(sorted(retired)), keys, joined=tuple(sorted(joined)))
+    return VoteResult(following_epoch, dict(alarm.lost), tuple(sorted(retired)), keys, joined=tuple(sorted(joined)))

@@ -10,7 +10,7 @@ from typing import Protocol
 from attrs import frozen
 
 from pipegrid.monitor.control import ControlStore, Failure
-from pipegrid.monitor.epochs.records import Alarm, Ballot, DoneCount, Verdict, alarm_of, verdict_of, verdict_to_text
+from pipegrid.monitor.epochs.records import Alarm, Ballot, DoneCount, VoteResult, alarm_of, result_of, result_to_text
 
 LEFT = 1 << 40
 """The number that a rank which leaves adds to its heartbeat counter."""
@@ -44,7 +44,7 @@ class StoredEpochs:
     ``over/EPOCH/NUMBER``            wakes those that wait for the counter: it is complete, or there is an alarm
     ``alarm/EPOCH``                  why the epoch ends; it grows, and is never taken back
     ``ballot/EPOCH/RANK``            written once, by the rank, which says done for nothing in this epoch after it
-    ``verdict/EPOCH``                the vote result, written once, by the first to propose one
+    ``result/EPOCH``                the vote result, written once, by the first to propose one
     ===============================  ===================================================================================
     """
 
@@ -115,14 +115,14 @@ class StoredEpochs:
         text = self._read(f"ballot/{epoch}/{rank}")
         return None if text is None else Ballot(*json.loads(text))
 
-    def propose(self, epoch: int, outcome: Verdict | Failure) -> Verdict | Failure:
+    def propose(self, epoch: int, outcome: VoteResult | Failure) -> VoteResult | Failure:
         """Propose an outcome; the first one that was."""
-        return verdict_of(self.store.compare_set(f"verdict/{epoch}", "", verdict_to_text(outcome)).decode())
+        return result_of(self.store.compare_set(f"result/{epoch}", "", result_to_text(outcome)).decode())
 
-    def verdict(self, epoch: int) -> Verdict | Failure | None:
+    def result(self, epoch: int) -> VoteResult | Failure | None:
         """The outcome of the vote at the end of an epoch, if there is one."""
-        text = self._read(f"verdict/{epoch}")
-        return None if text is None else verdict_of(text)
+        text = self._read(f"result/{epoch}")
+        return None if text is None else result_of(text)
 
     def _grow(self, key: str, grown: Callable[[str], str]) -> None:
         """Write ``grown`` of what is there, which others may write as well."""

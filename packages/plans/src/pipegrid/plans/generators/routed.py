@@ -60,7 +60,7 @@ def routed(plan: Plan, routes: Routes, *, memory_limit: Amount | None = None) ->
     rows: list[tuple[Action, ...]] = [()] * (plan.num_positions * routes.num_replicas)
     empty = evolve(plan, positions=rows, num_microbatches=routes.num_units, routes=routes)
     limit, operations = math.inf if memory_limit is None else memory_limit, _operations(plan, empty, routes)
-    return evolve(empty, positions=_ListScheduler(plan, len(rows), operations, limit).run())
+    return evolve(empty, positions=_OperationScheduler(plan, len(rows), operations, limit).run())
 
 
 @define(eq=False)
@@ -107,7 +107,7 @@ def _operations(plan: Plan, empty: Plan, routes: Routes) -> list[_Operation]:
     return sorted(made.values(), key=lambda one: one.order)
 
 
-class _ListScheduler:
+class _OperationScheduler:
     """Orders of all actors, operation by operation: always one of those that can start first.
 
     ``own``: per actor, the operations of its own units that are left, in order; ``others``: those of other replicas

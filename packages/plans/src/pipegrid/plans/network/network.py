@@ -48,7 +48,7 @@ class Dependency(NamedTuple):
 
 
 @frozen(slots=False)
-class Network:
+class PassNetwork:
     """A graph on positions, as numbers per pass.
 
     ``least``: durations where whole backwards are cheaper than their halves. ``takes``: live memory on each position of
@@ -228,8 +228,8 @@ class Network:
         return orders
 
 
-def as_network(problem: Problem, num_microbatches: int | None = None) -> Network:
-    """``problem`` as a `Network`, of ``num_microbatches`` where given."""
+def as_network(problem: Problem, num_microbatches: int | None = None) -> PassNetwork:
+    """``problem`` as a `PassNetwork`, of ``num_microbatches`` where given."""
     graph, costs, count = problem.graph, problem.costs, num_microbatches or problem.num_microbatches
     stages, edges = graph.num_stages, graph.stage_edges
     trained = [stage for stage in reversed(range(stages)) if stage not in problem.forward_only]
@@ -266,7 +266,7 @@ def as_network(problem: Problem, num_microbatches: int | None = None) -> Network
         **{(_I, stage): -released[stage] for stage in trained},
         **{(_W, stage): released[stage] - sizes[stage] for stage in trained},
     }
-    return Network(
+    return PassNetwork(
         problem,
         count,
         tuple(passes),

@@ -17,7 +17,7 @@ from typing import Literal
 
 from attrs import frozen
 
-from pipegrid.plans.network.network import Network, Objective, Orders
+from pipegrid.plans.network.network import Objective, Orders, PassNetwork
 
 NEVER = float("inf")
 
@@ -41,7 +41,7 @@ class Squeeze:
 
 
 def squeezed(
-    chain: Network, dates: Sequence[int], squeeze: Squeeze, *, objective: Objective = "makespan"
+    chain: PassNetwork, dates: Sequence[int], squeeze: Squeeze, *, objective: Objective = "makespan"
 ) -> tuple[float, Orders] | None:
     """The value and the orders; None if passes out of turn use up the memory.
 
@@ -90,7 +90,7 @@ class _SqueezedPosition:
         "warmup",
     )
 
-    def __init__(self, chain: Network, number: int) -> None:
+    def __init__(self, chain: PassNetwork, number: int) -> None:
         self.number, self.passes = number, chain.passes_at[number]
         self.forwards = [one for one in reversed(self.passes) if one < chain.num_stages]
         self.backwards = [one for one in self.passes if one >= chain.num_stages]
@@ -104,7 +104,7 @@ class _SqueezedPosition:
 class _Table:
     """Per pass: its arrivals, the microbatches done, the date of the next; and the choice of the next pass."""
 
-    def __init__(self, chain: Network, dates: Sequence[int], squeeze: Squeeze) -> None:
+    def __init__(self, chain: PassNetwork, dates: Sequence[int], squeeze: Squeeze) -> None:
         passes, count = 2 * chain.num_stages, chain.num_microbatches
         self.squeeze, self.count, self.stages, self.passes = squeeze, count, chain.num_stages, passes
         self.duration, self.lag, self.held, self.limit = chain.duration, chain.lag, chain.held, chain.limit

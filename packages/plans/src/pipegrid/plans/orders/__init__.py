@@ -2,13 +2,13 @@
 
 from pipegrid.plans.orders.communicators import SharedCommunicators, fewest_communicators
 from pipegrid.plans.orders.of_plan import orders_of_plan
-from pipegrid.plans.orders.orders import Launch, Message, Orders
+from pipegrid.plans.orders.orders import Launch, MessageEnd, Orders
 from pipegrid.plans.orders.prove import OrderProof, prove_order
 from pipegrid.plans.orders.read import orders_from_csv, orders_from_json, orders_of_torch, plan_of_torch
 
 __all__ = [
     "Launch",
-    "Message",
+    "MessageEnd",
     "OrderProof",
     "Orders",
     "SharedCommunicators",

@@ -19,7 +19,7 @@ from pipegrid.core.order import ORDER_MODELS, OrderModel
 from pipegrid.plans.orders.ends import End, crossing, message_of, partners_of
 from pipegrid.plans.orders.of_plan import orders_of_plan
 from pipegrid.plans.orders.orders import Orders
-from pipegrid.plans.orders.play import Wait
+from pipegrid.plans.orders.play import Stall
 from pipegrid.plans.orders.prove import PlayedOrders, model_named, play_orders, prove_order
 from pipegrid.plans.plan import Lane, Plan
 from pipegrid.plans.plan.dataflow import dataflow_of
@@ -144,7 +144,10 @@ def _lanes_of(orders: Orders, ends: Iterable[End]) -> frozenset[Lane]:
 
 
 def _separable(
-    played: PlayedOrders, cycle: Sequence[tuple[Wait, Wait]], model: OrderModel, placed: Mapping[Lane, int]
+    played: PlayedOrders,
+    cycle: Sequence[tuple[Stall, Stall]],
+    model: OrderModel,
+    placed: Mapping[Lane, int],
 ) -> Iterator[_Pair]:
     """The pairs of lanes of which one must be on two communicators, or a cycle is there again.
 

@@ -9,14 +9,14 @@ from typing import Literal, TypeAlias
 from attrs import evolve
 
 from pipegrid.core.order import OrderModel
-from pipegrid.plans.errors import Fault, PlanError
-from pipegrid.plans.orders.orders import Launch, Message, Orders
+from pipegrid.plans.errors import PlanError, PlanFault
+from pipegrid.plans.orders.orders import Launch, MessageEnd, Orders
 
 End: TypeAlias = tuple[int, int, int]
 """One end of a message: rank, launch, number of the message in it."""
 
 
-def ends_of(orders: Orders) -> Iterator[tuple[End, Message]]:
+def ends_of(orders: Orders) -> Iterator[tuple[End, MessageEnd]]:
     """Every end of a message, in order."""
     for rank, launches in enumerate(orders.ranks):
         for number, launch in enumerate(launches):
@@ -53,12 +53,12 @@ def _with_later_ends(orders: Orders) -> Orders:
         message = launch.messages[part]
         if orders.begins[message.peer] and not orders.ends[message.peer]:
             way: Literal["send", "receive"] = "receive" if message.way == "send" else "send"
-            other = Message(way, rank, message.label, message.group)
+            other = MessageEnd(way, rank, message.label, message.group)
             rows[message.peer].append(Launch(f"later: {way} {message.label}", (other,), batched=launch.batched))
     return evolve(orders, ranks=tuple(map(tuple, rows)))
 
 
-def message_of(orders: Orders, end: End) -> Message:
+def message_of(orders: Orders, end: End) -> MessageEnd:
     """The message of an end."""
     rank, number, part = end
     return orders.ranks[rank][number].messages[part]
@@ -81,7 +81,7 @@ def partners_of(orders: Orders) -> tuple[dict[End, End], list[End]]:
     return partners, sorted(end for ends in waiting.values() for side in ends for end in side)
 
 
-def _late_messages(orders: Orders) -> list[Fault]:
+def _late_messages(orders: Orders) -> list[PlanFault]:
     """The faults of computes that read what comes later on their rank, or never, and of waits for such sends.
 
     What a fragment does not receive or send at all came before it.
@@ -97,28 +97,28 @@ def _late_messages(orders: Orders) -> list[Fault]:
                 sent = way == "send"
                 does, done = ("waits for", "sent") if sent else ("reads", "received")
                 text = f"{place_of(orders, rank, number)} {does} {label!r}, which its rank has not {done} before"
-                faults.append(Fault("early-wait" if sent else "late-receive", text))
+                faults.append(PlanFault("early-wait" if sent else "late-receive", text))
     return faults
 
 
-def _unknown_peers(orders: Orders) -> list[Fault]:
+def _unknown_peers(orders: Orders) -> list[PlanFault]:
     """The faults of messages to or from no other rank."""
     count = len(orders.ranks)
     rule = f"the peer is not another of the ranks 0 to {count - 1}"
     return [
-        Fault("unknown-rank", f"{place_of(orders, rank, number)}: {rule}")
+        PlanFault("unknown-rank", f"{place_of(orders, rank, number)}: {rule}")
         for (rank, number, _), message in ends_of(orders)
         if not 0 <= message.peer < count or message.peer == rank
     ]
 
 
-def _ends_alone(orders: Orders, alone: Sequence[End]) -> list[Fault]:
+def _ends_alone(orders: Orders, alone: Sequence[End]) -> list[PlanFault]:
     """The faults of ends whose other end should be in a list and is not."""
     faults = []
     for (rank, number, _), message in ((end, message_of(orders, end)) for end in alone):
         if orders.begins[message.peer]:
             what = f"rank {message.peer} never {'receives' if message.way == 'send' else 'sends'} {message.label!r}"
-            faults.append(Fault("unpaired", f"{place_of(orders, rank, number)}: {what}"))
+            faults.append(PlanFault("unpaired", f"{place_of(orders, rank, number)}: {what}"))
     return faults
 
 
@@ -133,18 +133,18 @@ def crossing(orders: Orders, partners: dict[End, End]) -> Iterator[tuple[End, En
             last[key] = end, other
 
 
-def _crossed(orders: Orders, partners: dict[End, End]) -> list[Fault]:
+def _crossed(orders: Orders, partners: dict[End, End]) -> list[PlanFault]:
     """Pairs of ranks whose receives are in another order than the sends: the backend would match the wrong ones."""
     faults = []
     for before, end in crossing(orders, partners):
         first, second = message_of(orders, before), message_of(orders, end)
         text = f"rank {before[0]} sends {first.label!r} before {second.label!r}, rank {second.peer} receives them"
         why = "messages have no names, so each is received as the other"
-        faults.append(Fault("order", f"{text} the other way round: {why}"))
+        faults.append(PlanFault("order", f"{text} the other way round: {why}"))
     return faults
 
 
-def _apart(orders: Orders, model: OrderModel, partners: dict[End, End]) -> list[Fault]:
+def _apart(orders: Orders, model: OrderModel, partners: dict[End, End]) -> list[PlanFault]:
     """Messages with one end in a batch and the other alone, where these two are on different communicators."""
     if "pair" not in (model.batched, model.lone) or model.batched == model.lone:
         return []
@@ -153,7 +153,7 @@ def _apart(orders: Orders, model: OrderModel, partners: dict[End, End]) -> list[
         if orders.ranks[rank][number].batched and not orders.ranks[other][at].batched:
             here, there = place_of(orders, rank, number), place_of(orders, other, at)
             text = f"{here}: in a batch on the group's communicator, and alone on the pair's at {there}"
-            faults.append(Fault("communicator", f"{text}; neither end finds the other"))
+            faults.append(PlanFault("communicator", f"{text}; neither end finds the other"))
     return faults
 
 

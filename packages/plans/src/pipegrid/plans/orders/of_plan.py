@@ -12,7 +12,7 @@ from attrs import evolve
 
 from pipegrid.core.edge import Direction, Edge
 from pipegrid.plans.errors import PlanError
-from pipegrid.plans.orders.orders import Launch, Message, Orders
+from pipegrid.plans.orders.orders import Launch, MessageEnd, Orders
 from pipegrid.plans.plan import SHARDING, Action, ActionKind, Lane, Plan, actions_of, step_text
 from pipegrid.plans.plan.dataflow import BACKWARD, FORWARD, Dataflow, dataflow_of
 
@@ -39,7 +39,7 @@ def orders_of_plan(plan: Plan, *, lanes: Groups = "one", batched: bool = True, h
     Raises:
         PlanError: a plan of computes alone, whose results other positions need.
     """
-    if not plan.has_communication and dataflow_of(plan).crossing:
+    if not plan.has_communication and dataflow_of(plan).between_positions:
         raise PlanError("a plan of computes has no messages; lower adds them")
     launches = partial(_launches, plan, lanes=lanes, batched=batched, holds=holds)
     whole = (True,) * plan.num_positions
@@ -50,7 +50,7 @@ def _launches(plan: Plan, position: int, *, lanes: Groups, batched: bool, holds:
     dataflow = dataflow_of(plan)
     routes = {
         (flow.edge, flow.direction, piece): flow.routes
-        for flow in dataflow.crossing
+        for flow in dataflow.between_positions
         if flow.group is None
         for piece in (flow.pieces if dataflow.routed else (0,))
     }
@@ -61,15 +61,15 @@ def _launches(plan: Plan, position: int, *, lanes: Groups, batched: bool, holds:
     used = Counter(numbers.values())
     shared = {lane for lane, number in numbers.items() if used[number] > 1}
 
-    def meet(name: str, others: Iterable[int], label: str) -> Iterator[Message]:
+    def meet(name: str, others: Iterable[int], label: str) -> Iterator[MessageEnd]:
         """The messages of a collective, from each of its members to each."""
         for other in others:
             if other != position:
-                yield Message("send", other, label, name)
-                yield Message("receive", other, label, name)
+                yield MessageEnd("send", other, label, name)
+                yield MessageEnd("receive", other, label, name)
 
     for step in plan.positions[position]:
-        messages: list[Message] = []
+        messages: list[MessageEnd] = []
         first, text = actions_of(step)[0], step_text(step)
         for action in actions_of(step):
             if action.kind.is_message:
@@ -108,7 +108,7 @@ def _needed(dataflow: Dataflow, action: Action, position: int, came: Iterable[_W
     )
 
 
-def _along(action: Action, position: int, route: Iterable[tuple[int, int]], lanes: Groups) -> Iterator[Message]:
+def _along(action: Action, position: int, route: Iterable[tuple[int, int]], lanes: Groups) -> Iterator[MessageEnd]:
     """The messages of an action at a position, of those that go along its edge from position to position."""
     assert action.direction is not None
     way: Literal["send", "receive"] = "send" if action.kind.is_send else "receive"
@@ -116,12 +116,12 @@ def _along(action: Action, position: int, route: Iterable[tuple[int, int]], lane
         own, peer = (source, destination) if way == "send" else (destination, source)
         if own == position:
             lane = Lane(source, destination, action.direction)
-            yield Message(way, peer, label_of(action), _group_of(lane, lanes), lane)
+            yield MessageEnd(way, peer, label_of(action), _group_of(lane, lanes), lane)
 
 
-def _in_calls(messages: Iterable[Message]) -> list[Message]:
+def _in_calls(messages: Iterable[MessageEnd]) -> list[MessageEnd]:
     """The messages of a batch by groups in the order of their first ones, and those of a group by lanes."""
-    calls: dict[str, list[Message]] = {}
+    calls: dict[str, list[MessageEnd]] = {}
     for message in messages:
         calls.setdefault(message.group, []).append(message)
     for call in calls.values():

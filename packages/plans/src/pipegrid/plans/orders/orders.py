@@ -10,7 +10,7 @@ from pipegrid.plans.plan import Lane
 
 
 @frozen
-class Message:
+class MessageEnd:
     """One end of a message.
 
     Attributes:
@@ -45,7 +45,7 @@ class Launch:
     """
 
     text: str
-    messages: tuple[Message, ...] = ()
+    messages: tuple[MessageEnd, ...] = ()
     batched: bool = False
     needs: frozenset[str] = frozenset()
     holds: bool = False

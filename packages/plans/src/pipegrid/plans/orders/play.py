@@ -11,7 +11,7 @@ from attrs import Factory, define
 
 
 @define(eq=False)
-class Program:
+class EventProgram:
     """The events of one position, in order: what `play` plays.
 
     `PositionVerifier` writes that of a position while it verifies its steps, `prove_order` one for each host, compute
@@ -31,7 +31,7 @@ class Program:
         return step, sum(one < 0 <= two for one, two in pairwise(before))
 
 
-class Wait(NamedTuple):
+class Stall(NamedTuple):
     """A position that is stuck in a part of a step, and the event it waits for."""
 
     position: int
@@ -40,7 +40,7 @@ class Wait(NamedTuple):
     event: int
 
 
-def play(programs: Sequence[Program], num_events: int) -> list[int]:
+def play(programs: Sequence[EventProgram], num_events: int) -> list[int]:
     """The number of operations that each position completes: the proof that none gets stuck, which knows of no clock.
 
     An event stays set, so the outcome is the same whichever runs first; each operation is looked at at most twice.
@@ -67,20 +67,20 @@ def play(programs: Sequence[Program], num_events: int) -> list[int]:
     return at
 
 
-def cycles(programs: Sequence[Program], at: Sequence[int]) -> list[list[tuple[Wait, Wait]]]:
+def cycles(programs: Sequence[EventProgram], at: Sequence[int]) -> list[list[tuple[Stall, Stall]]]:
     """The cycles of positions that wait for each other, where `play` got no further than ``at``.
 
     Each entry is a wait, and where the event that it waits for would be set: by the position of the next entry. A stuck
     position waits for an event of another stuck position; following these leads into a cycle.
     """
     setters = {
-        operation: Wait(position, *program.place_of(index), operation)
+        operation: Stall(position, *program.place_of(index), operation)
         for position, program in enumerate(programs)
         for index, operation in enumerate(program.operations)
         if operation >= 0
     }
     stuck = {
-        position: Wait(position, *program.place_of(at[position]), ~program.operations[at[position]])
+        position: Stall(position, *program.place_of(at[position]), ~program.operations[at[position]])
         for position, program in enumerate(programs)
         if at[position] < len(program.operations)
     }

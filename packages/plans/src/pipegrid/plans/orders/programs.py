@@ -15,17 +15,17 @@ from attrs import Factory, define
 
 from pipegrid.core.order import OrderModel
 from pipegrid.plans.orders.ends import End, ends_of
-from pipegrid.plans.orders.orders import Launch, Message, Orders
-from pipegrid.plans.orders.play import Program
+from pipegrid.plans.orders.orders import Launch, MessageEnd, Orders
+from pipegrid.plans.orders.play import EventProgram
 
 
 @define(eq=False)
-class Track:
+class ProgramTrack:
     """A program of a rank; ``name``: "host", "compute", or "communication" for a ``line``."""
 
     name: str
     rank: int
-    program: Program = Factory(Program)
+    program: EventProgram = Factory(EventProgram)
     launches: list[int] = Factory(list)  # per step of the program, the number of its launch
     ends: list[Sequence[End]] = Factory(list)  # per step, the ends of messages that start with it
     line: str = ""  # in words
@@ -39,7 +39,9 @@ class Track:
             self.ends.append(ends)
 
 
-def _line_of(model: OrderModel, rank: int, launch: Launch, message: Message, number: int) -> tuple[str, Message | None]:
+def _line_of(
+    model: OrderModel, rank: int, launch: Launch, message: MessageEnd, number: int
+) -> tuple[str, MessageEnd | None]:
     """The line that a message of a launch is on, in words; also the message that has one of its own."""
     kind = model.batched if launch.batched else model.lone
     if kind == "rank":
@@ -53,11 +55,11 @@ def _line_of(model: OrderModel, rank: int, launch: Launch, message: Message, num
 
 def tracks_of(
     orders: Orders, model: OrderModel, partners: dict[End, End], *, buffered: bool, drains: bool
-) -> tuple[list[Track], int]:
+) -> tuple[list[ProgramTrack], int]:
     """The programs of all ranks, and the number of their events."""
     started = {end: number for number, (end, _) in enumerate(ends_of(orders))}
     size = len(started)
-    tracks: list[Track] = []
+    tracks: list[ProgramTrack] = []
     joined = _joined(orders, partners) if model.connects else {}
     sending = ((rank, number) for (rank, number, _), message in ends_of(orders) if message.way == "send")
     agree = any(launch.headers for launches in orders.ranks for launch in launches)
@@ -65,11 +67,11 @@ def tracks_of(
     announced = {each: size + at for at, each in enumerate(dict.fromkeys(sending if agree else ()))}
     size += len(announced)
     for rank, launches in enumerate(orders.ranks):
-        host, compute = Track("host", rank, line="host"), Track("compute", rank, line="compute")
-        lines: dict[Hashable, Track] = {}
+        host, compute = ProgramTrack("host", rank, line="host"), ProgramTrack("compute", rank, line="compute")
+        lines: dict[Hashable, ProgramTrack] = {}
         received: dict[str, int] = {}  # label of a message: the event of its end
         sent: dict[str, list[int]] = {}
-        under_way: dict[Track, int] = {}  # of each line, the end of its last launch
+        under_way: dict[ProgramTrack, int] = {}  # of each line, the end of its last launch
         computed: int | None = None  # the end of the last compute
         for number, launch in enumerate(launches):
             launched, ended = size, size + 1
@@ -96,7 +98,7 @@ def tracks_of(
             for part, ends in enumerate(_parts(launch, model)):
                 message = launch.messages[ends[0]]
                 key = _line_of(model, rank, launch, message, number)
-                line = lines.setdefault(key, Track("communication", rank, line=key[0]))
+                line = lines.setdefault(key, ProgramTrack("communication", rank, line=key[0]))
                 done = ended if part == 0 else size
                 size += part > 0
                 before = [] if computed is None else [~computed]

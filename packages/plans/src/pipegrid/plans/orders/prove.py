@@ -12,11 +12,11 @@ from attrs import frozen
 
 from pipegrid.core.fields import nearest, shown
 from pipegrid.core.order import ORDER_MODELS, OrderModel
-from pipegrid.plans.errors import Fault, PlanError
+from pipegrid.plans.errors import PlanError, PlanFault
 from pipegrid.plans.orders.ends import End, ends_of, paired, place_of
 from pipegrid.plans.orders.orders import Orders
-from pipegrid.plans.orders.play import Wait, cycles, play
-from pipegrid.plans.orders.programs import Track, tracks_of
+from pipegrid.plans.orders.play import Stall, cycles, play
+from pipegrid.plans.orders.programs import ProgramTrack, tracks_of
 
 
 @frozen
@@ -88,10 +88,10 @@ class PlayedOrders:
     """Orders that were played to their end, or until nothing went on."""
 
     orders: Orders  # with the ends that come after a fragment
-    tracks: Sequence[Track]
+    tracks: Sequence[ProgramTrack]
     at: Sequence[int]  # per track, the operations that it has completed
     alone: Sequence[End]  # whose other end was launched before a fragment
-    cycles: Sequence[Sequence[tuple[Wait, Wait]]]  # tracks that wait for each other; none where all have ended
+    cycles: Sequence[Sequence[tuple[Stall, Stall]]]  # tracks that wait for each other; none where all have ended
 
 
 def play_orders(orders: Orders, model: OrderModel, *, buffered: bool = False, drains: bool = False) -> PlayedOrders:
@@ -135,11 +135,11 @@ def _standing(played: PlayedOrders) -> str:
     return "".join(rows)
 
 
-def _cycle(played: PlayedOrders, cycle: Sequence[tuple[Wait, Wait]]) -> Fault:
+def _cycle(played: PlayedOrders, cycle: Sequence[tuple[Stall, Stall]]) -> PlanFault:
     """The fault of programs that wait for each other, launch by launch."""
     orders, tracks = played.orders, played.tracks
 
-    def place(wait: Wait) -> str:
+    def place(wait: Stall) -> str:
         track = tracks[wait.position]
         return place_of(orders, track.rank, track.launches[wait.step])
 
@@ -150,4 +150,4 @@ def _cycle(played: PlayedOrders, cycle: Sequence[tuple[Wait, Wait]]) -> Fault:
         lines.append(f"\n      {place(wait)} waits for {place(setter)}{behind}")
     *others, last = sorted({tracks[wait.position].rank for wait, _ in cycle})
     who = f"ranks {', '.join(map(str, others))} and {last}" if others else f"launches of rank {last}"
-    return Fault("cycle", f"{who} wait for each other in a cycle{''.join(lines)}")
+    return PlanFault("cycle", f"{who} wait for each other in a cycle{''.join(lines)}")

@@ -29,7 +29,7 @@ from typing import Any, Literal, TypeAlias
 from pipegrid.core.fields import Index, Name, checked
 from pipegrid.plans.errors import PlanError
 from pipegrid.plans.orders.of_plan import label_of, needs_of, ways_of
-from pipegrid.plans.orders.orders import Launch, Message, Orders
+from pipegrid.plans.orders.orders import Launch, MessageEnd, Orders
 from pipegrid.plans.plan import Action, Plan, from_csv, load_json, step_text
 from pipegrid.plans.plan.actions import parse_action
 from pipegrid.plans.plan.csv import awaited_by, with_peer
@@ -161,7 +161,7 @@ def _named(step: Mapping[str, Any], path: str) -> Launch:
         raise _error(step, path, f'{expected}; a message may have "group", and "holds", which is true or false')
     peer = check(step[rank], Index, f"{path}.{rank}")
     name, group = check(step[way], Name, f"{path}.{way}"), check(step.get("group", "default"), Name, f"{path}.group")
-    return Launch(f"{way}({name}) {rank} {peer}", (Message(way, peer, name, group),), holds=step.get("holds", False))
+    return Launch(f"{way}({name}) {rank} {peer}", (MessageEnd(way, peer, name, group),), holds=step.get("holds", False))
 
 
 def _placement(given: Any, rows: Sequence[Iterable[_Step]]) -> Mapping[int, int]:
@@ -184,7 +184,7 @@ def _actions(steps: Iterable[_Step]) -> Iterator[Action]:
 def _launches(steps: Sequence[_Step], places: Mapping[int, int], rank: int) -> Iterator[Launch]:
     came = {way for action in _actions(steps) if action.kind.is_receive for way in ways_of(action)}
 
-    def messages_of(part: _Part) -> tuple[Message, ...]:
+    def messages_of(part: _Part) -> tuple[MessageEnd, ...]:
         if isinstance(part, Launch):
             return part.messages
         if not part.kind.is_message:
@@ -192,7 +192,7 @@ def _launches(steps: Sequence[_Step], places: Mapping[int, int], rank: int) -> I
         if part.peer is None or part.peer not in places:
             text = f"{part}: no step says which rank has stage {part.peer}; give placement, the rank of each stage"
             raise PlanError(text, path="placement")
-        return (Message("send" if part.kind.is_send else "receive", places[part.peer], label_of(part)),)
+        return (MessageEnd("send" if part.kind.is_send else "receive", places[part.peer], label_of(part)),)
 
     for step in steps:
         if isinstance(step, list):

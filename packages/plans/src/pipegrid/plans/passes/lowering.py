@@ -311,7 +311,7 @@ class _Party:
 def _steps(plan: Plan, computes: Sequence[Sequence[Action]], line: _Line, receives: Receives) -> list[list[Step]]:
     """Per position its computes, and between them its communication."""
     dataflow = dataflow_of(plan)
-    flows = dataflow.crossing
+    flows = dataflow.between_positions
     writers = [_Writer(own) for own in computes]
     count = plan.num_microbatches, plan.num_slices
     parties = [[_party(flow, place, writers[place], line, count) for place in flow.parties] for flow in flows]

@@ -130,7 +130,7 @@ class Dataflow:
     positions_each: int | None = None
 
     @cached_property
-    def crossing(self) -> tuple[EdgeFlow, ...]:
+    def between_positions(self) -> tuple[EdgeFlow, ...]:
         """The flows that leave a position: by messages or by a collective."""
         return tuple([flow for flow in self.flows if not flow.is_local])
 

@@ -18,7 +18,7 @@ from typing import NamedTuple, TypeAlias
 from pipegrid.plans.errors import PlanError
 from pipegrid.plans.plan import OFFLOADING, SHARDING, Action, ActionKind, Plan
 from pipegrid.plans.simulate.costs import Costs
-from pipegrid.plans.simulate.wiring import Compute, Lane, Slots, Wiring
+from pipegrid.plans.simulate.wiring import Compute, Slots, TimedLane, Wiring
 
 Times: TypeAlias = tuple[tuple[float, ...], ...]
 """Per position, a time for each of its actions, in the order of `Plan.actions`."""
@@ -264,7 +264,7 @@ class Simulator:
                 self._transfer(lane)
         return now
 
-    def _transfer(self, lane: Lane) -> None:
+    def _transfer(self, lane: TimedLane) -> None:
         """The next message of ``lane``, both ends of which are posted."""
         sent, sender, occupied, latency = lane.sends.popleft()
         ready, receiver, slots, microbatch = lane.receives.popleft()

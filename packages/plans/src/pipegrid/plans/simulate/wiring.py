@@ -69,7 +69,7 @@ class CopyStreams:
 
 
 @define(eq=False)
-class Lane:
+class TimedLane:
     """Messages from one position to another in one direction; the k-th send meets the k-th receive.
 
     ``sends`` without receive yet: (time posted, index of the action, time it occupies the lane, latency). ``receives``
@@ -83,7 +83,7 @@ class Lane:
     free: float = 0.0
 
 
-Ends: TypeAlias = tuple[tuple[Lane, float, float, Slots], ...]
+Ends: TypeAlias = tuple[tuple[TimedLane, float, float, Slots], ...]
 """The lanes a message uses: with the time it occupies each, its latency, and where its arrival is noted."""
 
 
@@ -119,7 +119,7 @@ class Wiring:
         # position they came from (None: a collective); both then by unit, with routes, else 0.
         self.made: dict[tuple[Direction, int, int, int], Slots] = {}
         self.arrived: dict[tuple[Edge, Direction, int, int | None, int], Slots] = {}
-        self.lanes: dict[tuple[int, int, Direction], Lane] = {}
+        self.lanes: dict[tuple[int, int, Direction], TimedLane] = {}
         self.shard_streams = [ShardStream(self.duration, plan.num_pieces) for _ in actions]
         copy_times = [size / costs.offload_bandwidth for size in activation_sizes(plan, costs)]
         reloads = [{action.stage for action in own if action.kind is ActionKind.RELOAD} for own in actions]
@@ -205,6 +205,6 @@ class Wiring:
         self.ends[position][action.kind][(action.edge, piece) if self.routed else action.edge] = ends
         return ends
 
-    def _end(self, flow: EdgeFlow, source: int, destination: int, piece: int) -> tuple[Lane, float, float, Slots]:
-        lane = self.lanes.setdefault((source, destination, flow.direction), Lane(source, destination))
+    def _end(self, flow: EdgeFlow, source: int, destination: int, piece: int) -> tuple[TimedLane, float, float, Slots]:
+        lane = self.lanes.setdefault((source, destination, flow.direction), TimedLane(source, destination))
         return (lane, *self.travel[flow.edge], self.arrived_at(flow, destination, source, piece))

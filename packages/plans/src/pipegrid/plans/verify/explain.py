@@ -7,18 +7,18 @@ from itertools import groupby
 from operator import attrgetter
 
 from pipegrid.core.edge import Direction
-from pipegrid.plans.errors import Fault
-from pipegrid.plans.orders.play import Wait
+from pipegrid.plans.errors import PlanFault
+from pipegrid.plans.orders.play import Stall
 from pipegrid.plans.plan import COMPUTES, Action, ActionKind, Plan, Routes, Step, actions_of, step_text
 from pipegrid.plans.plan.parts import is_pair
 from pipegrid.plans.verify.table import ActionRule, PositionTable
 
 
-def why_no_rule(plan: Plan, position: int, step: int, action: Action) -> Fault:
+def why_no_rule(plan: Plan, position: int, step: int, action: Action) -> PlanFault:
     """The fault of an action that has no rule at this position."""
 
-    def fault(rule: str, message: str) -> Fault:
-        return Fault(rule, f"{action}: {message}", position, step)
+    def fault(rule: str, message: str) -> PlanFault:
+        return PlanFault(rule, f"{action}: {message}", position, step)
 
     edge = action.edge
     if edge is not None and edge not in plan.graph.stage_edges:
@@ -71,28 +71,28 @@ def _why_not_routed(plan: Plan, routes: Routes, action: Action, position: int) -
 
 def why_refused(
     table: PositionTable, flags: bytearray, steps: Sequence[Step], step: int, action: Action, rule: ActionRule
-) -> Fault:
+) -> PlanFault:
     """The fault of an action that breaks its rule, with the ``flags`` that are set before it."""
     plan, position = table.plan, table.position
     piece = 0 if table.routed else plan.piece_of(action)
     if piece >= plan.num_pieces:
         return unknown_microbatch(action, plan.num_microbatches, position, step)
     if flags[rule.done + piece]:
-        return Fault("duplicate", f"{action} has been done before, and may be done once", position, step)
+        return PlanFault("duplicate", f"{action} has been done before, and may be done once", position, step)
     unmet = next(needed for needed in rule.needs if not flags[needed + piece])
     makers = table.makers_of(unmet + piece)
     later, text = _needs(action, makers, steps)
     late = later and action.kind in COMPUTES and makers[0].kind.is_receive
-    return Fault("late-receive" if late else "dependency", text, position, step)
+    return PlanFault("late-receive" if late else "dependency", text, position, step)
 
 
-def out_of_sequence(table: PositionTable, done: int, steps: Sequence[Step], step: int, action: Action) -> Fault:
+def out_of_sequence(table: PositionTable, done: int, steps: Sequence[Step], step: int, action: Action) -> PlanFault:
     """The fault of a slice that runs before the one that it needs; ``done``: the flags of the action's results."""
     plan, forward = table.plan, action.kind is ActionKind.F
     piece = plan.piece_of(action) + (-1 if forward else 1)
     makers = table.makers_of(done + piece)
     why = "it reads the keys and values" if forward else "the gradients of its keys and values come from that"
-    return Fault("dependency", f"{_needs(action, makers, steps)[1]}: {why}", table.position, step)
+    return PlanFault("dependency", f"{_needs(action, makers, steps)[1]}: {why}", table.position, step)
 
 
 def _needs(action: Action, makers: Sequence[Action], steps: Sequence[Step]) -> tuple[bool, str]:
@@ -107,16 +107,16 @@ def step_of(action: Action, steps: Sequence[Step]) -> int | None:
     return next((index for index in reversed(range(len(steps))) if action in actions_of(steps[index])), None)
 
 
-def unknown_microbatch(action: Action, count: int, position: int, step: int) -> Fault:
+def unknown_microbatch(action: Action, count: int, position: int, step: int) -> PlanFault:
     """The fault of a microbatch that the plan does not have."""
     message = f"{action}: there is no microbatch {action.microbatch}; the plan has {count}, 0..{count - 1}"
-    return Fault("unknown-microbatch", message, position, step)
+    return PlanFault("unknown-microbatch", message, position, step)
 
 
-def deadlock(cycle: Sequence[tuple[Wait, Wait]], positions: Sequence[Sequence[Step]], *, in_order: bool) -> Fault:
+def deadlock(cycle: Sequence[tuple[Stall, Stall]], positions: Sequence[Sequence[Step]], *, in_order: bool) -> PlanFault:
     """The fault of positions that wait for each other in a cycle, action by action."""
 
-    def place(wait: Wait) -> str:
+    def place(wait: Stall) -> str:
         step = positions[wait.position][wait.step]
         text = _part_text(step, wait.part) if in_order else step_text(step)
         return f"position {wait.position}, step {wait.step}: {text}"
@@ -127,7 +127,7 @@ def deadlock(cycle: Sequence[tuple[Wait, Wait]], positions: Sequence[Sequence[St
         remedy = "write their batches in one order, or move one of these actions"
     lines = [f"\n      {place(wait)} waits for {place(setter)}" for wait, setter in cycle]
     text = f"{len(cycle)} positions wait for each other in a cycle; {remedy}{''.join(lines)}"
-    return Fault("cycle", text, cycle[0][0].position, cycle[0][0].step)
+    return PlanFault("cycle", text, cycle[0][0].position, cycle[0][0].step)
 
 
 def _part_text(step: Step, part: int) -> str:

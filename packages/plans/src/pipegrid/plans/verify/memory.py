@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Literal, NamedTuple, TypeAlias
 
 from pipegrid.core.edge import Direction, Edge
-from pipegrid.plans.errors import Fault
+from pipegrid.plans.errors import PlanFault
 from pipegrid.plans.plan import OFFLOADING, Action, ActionKind, Plan, actions_of
 from pipegrid.plans.plan.dataflow import dataflow_of
 
@@ -107,13 +107,13 @@ _NEEDS: dict[ActionKind, _State] = {OFFLOAD: "on the device", RELEASE: "going ou
 _GIVES: dict[ActionKind, _State] = {F: "on the device", OFFLOAD: "going out", RELEASE: "on the host", RELOAD: "back"}
 
 
-def check_offloading(plan: Plan, position: int) -> list[Fault]:
+def check_offloading(plan: Plan, position: int) -> list[PlanFault]:
     """The faults of ``OFFLOAD``, ``RELEASE``, ``RELOAD``: once each, in this order, between forward and backward."""
     states: dict[tuple[int, int], _State] = {}
-    faults: list[Fault] = []
+    faults: list[PlanFault] = []
     for index, step in enumerate(plan.positions[position]):
         for action in actions_of(step):
-            faults += [Fault(rule, text, position, index) for rule, text in _faults(plan, action, states)]
+            faults += [PlanFault(rule, text, position, index) for rule, text in _faults(plan, action, states)]
             if action.kind in _GIVES:
                 states[action.stage, plan.piece_of(action)] = _GIVES[action.kind]
     return faults

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 
 from attrs import Factory, define
 
-from pipegrid.plans.errors import Fault
-from pipegrid.plans.orders.play import Program
+from pipegrid.plans.errors import PlanFault
+from pipegrid.plans.orders.play import EventProgram
 from pipegrid.plans.plan import OFFLOADING, SHARDING, Action, ActionKind, Lane, Step, for_piece, step_text
 from pipegrid.plans.plan.parts import is_pair
 from pipegrid.plans.verify.explain import out_of_sequence, step_of, unknown_microbatch, why_no_rule, why_refused
@@ -40,8 +40,8 @@ class PositionVerifier:
 
     def __init__(self, table: PositionTable, steps: Sequence[Step]) -> None:
         self.table, self.position, self.steps = table, table.position, steps
-        self.faults: list[Fault] = []
-        self.program = Program()
+        self.faults: list[PlanFault] = []
+        self.program = EventProgram()
         self.calls: dict[str | int, list[tuple[str, int]]] = {
             **{name: [] for name, members in table.ids.dataflow.groups.items() if table.position in members},
             **{stage: [] for stage, places in table.ids.dataflow.shared if table.position in places},
@@ -171,7 +171,7 @@ class PositionVerifier:
             lane.steps.append(index)
 
     def _fault(self, rule: str, message: str, step: int) -> None:
-        self.faults.append(Fault(rule, message, self.position, step))
+        self.faults.append(PlanFault(rule, message, self.position, step))
 
     def _verify_collective(self, index: int, action: Action) -> None:
         """Verify a ``REDUCE`` or ``COLLECTIVE``; note the fault of an action without a rule."""
@@ -265,7 +265,7 @@ class PositionVerifier:
         return self._may_run(index, action, rule, plan.piece_of(action))
 
 
-def _missing_actions(table: PositionTable, flags: bytearray, reduced: set[str]) -> list[Fault]:
+def _missing_actions(table: PositionTable, flags: bytearray, reduced: set[str]) -> list[PlanFault]:
     """The actions that a position never does, one fault for each kind of action."""
     count, plan = table.span, table.plan
     found: dict[tuple[object, ...], list[list[Action]]] = {}
@@ -284,16 +284,16 @@ def _missing_actions(table: PositionTable, flags: bytearray, reduced: set[str]) 
     for lacking_actions in found.values():
         listed = ", ".join(" or ".join(map(str, makers)) for makers in lacking_actions[:8])
         more = f" and {len(lacking_actions) - 8} more" if len(lacking_actions) > 8 else ""
-        faults.append(Fault("missing", f"{listed}{more}: to be done here, and never done", table.position))
+        faults.append(PlanFault("missing", f"{listed}{more}: to be done here, and never done", table.position))
     remedy = "" if plan.has_communication else "; lower adds it to a plan of computes"
     reductions = {name: f"{min(stages)}REDUCE@{name}" for name, stages in table.tied.items()}
     reductions |= {f"{stage}": f"{stage}REDUCE" for stage in table.averaged}
     left = (action for name, action in reductions.items() if name not in reduced)
     never = f"to be done here, and never done{remedy}"
-    return faults + [Fault("missing", f"{action}: {never}", table.position) for action in left]
+    return faults + [PlanFault("missing", f"{action}: {never}", table.position) for action in left]
 
 
-def check_lanes(ids: EventIds, verifiers: Sequence[PositionVerifier]) -> list[Fault]:
+def check_lanes(ids: EventIds, verifiers: Sequence[PositionVerifier]) -> list[PlanFault]:
     """On each lane, receives are in the order of the sends."""
     faults = []
     for verifier in verifiers:
@@ -307,11 +307,11 @@ def check_lanes(ids: EventIds, verifiers: Sequence[PositionVerifier]) -> list[Fa
                 action = ids.message(order[number], sends=sends)
                 ends.append(f"position {position}, step {step_of(action, verifiers[position].steps)}: {action}")
             text = f"lane {lane}: message {number} is sent by {ends[0]}, and received as another by {ends[1]}"
-            faults.append(Fault("order", f"{text}; lanes are first in, first out"))
+            faults.append(PlanFault("order", f"{text}; lanes are first in, first out"))
     return faults
 
 
-def check_calls(ids: EventIds, verifiers: Sequence[PositionVerifier]) -> list[Fault]:
+def check_calls(ids: EventIds, verifiers: Sequence[PositionVerifier]) -> list[PlanFault]:
     """The members of a group do its collectives in one order, and the positions of a shared stage its computes."""
     faults = []
     together: list[tuple[str | int, tuple[int, ...]]] = [*ids.dataflow.groups.items(), *ids.dataflow.shared]
@@ -325,15 +325,15 @@ def check_calls(ids: EventIds, verifiers: Sequence[PositionVerifier]) -> list[Fa
             ways = "; ".join(_where(one, [step for _, step in calls], number) for one, calls in (first, other))
             if isinstance(key, str):
                 text = f"group {key!r}: collective {number} differs between members: {ways}"
-                faults.append(Fault("group", text))
+                faults.append(PlanFault("group", text))
                 continue
             what = f"stage {key} lies on positions {list(positions)}, whose ranks may communicate inside it"
             text = f"its compute {number} differs between them: {ways}; put its computes in one order on all of them"
-            faults.append(Fault("order", f"{what}, and {text}"))
+            faults.append(PlanFault("order", f"{what}, and {text}"))
     return faults
 
 
-def check_exchanges(verifiers: Sequence[PositionVerifier]) -> Iterator[Fault]:
+def check_exchanges(verifiers: Sequence[PositionVerifier]) -> Iterator[PlanFault]:
     """With one communicator for each pair of positions, the batches of the two match one to one, in order."""
     for verifier in verifiers:
         for partner, mine in verifier.exchanges.items():
@@ -344,7 +344,7 @@ def check_exchanges(verifiers: Sequence[PositionVerifier]) -> Iterator[Fault]:
             number = _first_difference(mine.contents, theirs.contents)
             ways = f"{_where(verifier, mine.steps, number)} against {_where(other, theirs.steps, number)}"
             what = f"positions {verifier.position} and {partner} share a lane, and their exchange {number}"
-            yield Fault("order", f"{what} does not match: {ways}")
+            yield PlanFault("order", f"{what} does not match: {ways}")
 
 
 def _first_difference(ours: Sequence[object], theirs: Sequence[object]) -> int:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from pipegrid.plans.errors import Fault
+from pipegrid.plans.errors import PlanFault
 from pipegrid.plans.plan import COMPUTES, SHARDING, Action, ActionKind, Plan, Step, actions_of
 
 UNSHARD, RESHARD = ActionKind.UNSHARD, ActionKind.RESHARD
 
 
-def check_sharding(plan: Plan, window: int | None) -> list[tuple[list[Fault], int]]:
+def check_sharding(plan: Plan, window: int | None) -> list[tuple[list[PlanFault], int]]:
     """Per position the faults of its ``UNSHARD``, ``RESHARD``, ``REDUCE_GRAD``, and the most stages gathered at once.
 
     A stage with one of them anywhere is sharded. On each of its positions, every compute and every ``REDUCE_GRAD``
@@ -32,23 +32,23 @@ class _ShardedPosition:
         self.unreduced: set[int] = set()
         self.tied = {group.name: group.tied for group in plan.groups}
 
-    def check(self, steps: Sequence[Step], window: int | None) -> tuple[list[Fault], int]:
-        faults: list[Fault] = []
+    def check(self, steps: Sequence[Step], window: int | None) -> tuple[list[PlanFault], int]:
+        faults: list[PlanFault] = []
         peak = 0
         for index, step in enumerate(steps):
             for action in actions_of(step):
-                faults += [Fault(rule, text, self.position, index) for rule, text in self._faults(action, index)]
+                faults += [PlanFault(rule, text, self.position, index) for rule, text in self._faults(action, index)]
                 if action.kind is UNSHARD and len(self.gathered) > peak:
                     peak = len(self.gathered)
                     if window is not None and peak > window:
                         text = f"{action}: {peak} stages are gathered at once; the window is {window}"
-                        faults.append(Fault("memory", text, self.position, index))
+                        faults.append(PlanFault("memory", text, self.position, index))
         for stage in sorted(self.unreduced):
             text = f"{stage}REDUCE_GRAD after the last backward of stage {stage}: to be done here, and never done"
-            faults.append(Fault("missing", text, self.position))
+            faults.append(PlanFault("missing", text, self.position))
         for stage in sorted(self.gathered):
             text = f"{stage}RESHARD: to be done at the end, as an optimizer updates the shards, and never done"
-            faults.append(Fault("missing", text, self.position))
+            faults.append(PlanFault("missing", text, self.position))
         return faults, peak
 
     def _faults(self, action: Action, index: int) -> Iterator[tuple[str, str]]:

@@ -36,8 +36,8 @@ class EventIds:
     def __init__(self, plan: Plan) -> None:
         self.plan, self.dataflow = plan, dataflow_of(plan)
         self.size = 0
-        count, crossing = plan.num_pieces, self.dataflow.crossing if plan.has_communication else ()
-        pairs = [(flow, *pair) for flow in crossing for pair in flow.routes]
+        count, moved = plan.num_pieces, self.dataflow.between_positions if plan.has_communication else ()
+        pairs = [(flow, *pair) for flow in moved for pair in flow.routes]
         bases = self._take(count, len(pairs)), self._take(count, len(pairs))
         self.routes = [
             Route(flow, Lane(sender, receiver, flow.direction), sent, received)
@@ -106,7 +106,7 @@ RuleKey: TypeAlias = tuple[ActionKind, int] | tuple[ActionKind, int, int] | tupl
 """Kind and stage of a compute; kind, source and destination of an action along an edge; with routes, then the unit."""
 
 
-class MessageEnd(NamedTuple):
+class LaneEnd(NamedTuple):
     """One end of one message of an action; ``message`` and ``waits`` are for the piece of the rule."""
 
     order: int
@@ -135,7 +135,7 @@ class ActionRule(NamedTuple):
     """A second flag to set: ``B`` does the work of ``W`` as well, and ``I`` makes ``W`` possible."""
     flow: int = -1
     """The number of the flow whose message the action is."""
-    messages: tuple[MessageEnd, ...] = ()
+    messages: tuple[LaneEnd, ...] = ()
     events: tuple[int, ...] = ()
     """The events of the action for piece 0, in order: an id to set, or ``~id`` to wait for."""
 
@@ -171,7 +171,7 @@ class PositionTable:
         self.tied = {name: stages for name, stages in tied.items() if stages}
         trained = [stage for stage in self.stages if stage not in self.plan.forward_only]
         self.averaged = trained if self.plan.num_replicas > 1 and self.plan.has_communication else []
-        for number, flow in enumerate(ids.dataflow.crossing if self.plan.has_communication else ()):
+        for number, flow in enumerate(ids.dataflow.between_positions if self.plan.has_communication else ()):
             if flow.group is not None and position in flow.members:  # it may hold neither stage
                 action = Action(ActionKind.COLLECTIVE, flow.producer, 0, flow.edge, flow.group)
                 made = (self._result(flow.producer, flow.direction),) if position in flow.sources else ()
@@ -219,7 +219,7 @@ class PositionTable:
         at_once = self.blocking.in_order and len(own) == 1  # nothing else belongs to the flow's part of a batch
         for sends, stage in ((True, flow.producer), (False, flow.consumer)):
             kind = MESSAGE_KINDS[flow.direction][0 if sends else 1]
-            ends: list[MessageEnd] = []
+            ends: list[LaneEnd] = []
             events: list[int] = []
             for route in own:
                 place, other = route.lane.source, route.lane.destination
@@ -236,7 +236,7 @@ class PositionTable:
                 order = self.lanes.setdefault((route.lane, sends), len(self.lanes))
                 shared = self.blocking.lanes == "shared"
                 partner = self.partners.setdefault(other, len(self.partners)) if shared else None
-                ends.append(MessageEnd(order, route.sent + piece, waits, partner))
+                ends.append(LaneEnd(order, route.sent + piece, waits, partner))
             if ends:
                 result = self._result(stage, flow.direction) if sends else 0
                 self._add(

@@ -12,7 +12,7 @@ from attrs import evolve, field, frozen
 from pipegrid.core.fields import Count, checked, shown
 from pipegrid.core.lanes import Communicators, LaneSharing
 from pipegrid.core.order import ORDER_MODELS, OrderModel
-from pipegrid.plans.errors import Fault, PlanError
+from pipegrid.plans.errors import PlanError, PlanFault
 from pipegrid.plans.orders.communicators import orders_on, strictest
 from pipegrid.plans.orders.of_plan import orders_of_plan
 from pipegrid.plans.orders.play import cycles, play
@@ -209,7 +209,7 @@ def _require_ends(
         lacking = [lane for lane in dataflow_of(plan).lanes if lane not in blocking.lanes.numbers]
         if lacking:
             text = f"lane {lacking[0]} is on none of the communicators; give the fewest_communicators of this plan"
-            raise PlanError("the plan has 1 fault:", faults=(Fault("communicator", text),))
+            raise PlanError("the plan has 1 fault:", faults=(PlanFault("communicator", text),))
     for model in strictest(models, drains=drained) if plan.has_communication else ():
         require_end(plan, model, blocking, drains=drained and not model.host_waits)
     return tuple(one.name for one in models), drained
@@ -221,7 +221,7 @@ def _proof(plan: Plan, blocking: Blocking, limits: Sequence[float], window: int 
     if plan.num_pieces > num_steps:  # before memory is taken for each piece: a compute is a step
         slices = f" of {plan.num_slices} slices" if plan.num_slices > 1 else ""
         message = f"{num_steps} steps cannot be the work of {plan.num_microbatches} microbatches{slices}"
-        raise PlanError("the plan has 1 fault:", faults=(Fault("missing", message),))
+        raise PlanError("the plan has 1 fault:", faults=(PlanFault("missing", message),))
     ids = EventIds(plan)
     verifiers = [
         PositionVerifier(PositionTable(ids, position, blocking), steps) for position, steps in enumerate(plan.positions)
@@ -238,7 +238,7 @@ def _proof(plan: Plan, blocking: Blocking, limits: Sequence[float], window: int 
             live = peaks[-1].live
             if live > limit + 1e-9:
                 text = f"{live:g} microbatches are live at once; the limit is {limit:g}"
-                faults.append(Fault("memory", text, verifier.position))
+                faults.append(PlanFault("memory", text, verifier.position))
     if faults:
         raise PlanError(f"the plan has {len(faults)} fault{'s' if len(faults) > 1 else ''}:", faults=faults)
     return Proof(
@@ -257,7 +257,7 @@ def _proof(plan: Plan, blocking: Blocking, limits: Sequence[float], window: int 
     )
 
 
-def _twins(plan: Plan) -> list[Fault]:
+def _twins(plan: Plan) -> list[PlanFault]:
     """The faults of positions that hold the same stages: a position is *all* ranks that do. Any may be empty."""
     first: dict[tuple[int, tuple[int, ...]], int] = {}
     faults = []
@@ -266,7 +266,7 @@ def _twins(plan: Plan) -> list[Fault]:
         if stages and other != position:
             what = f"holds stages {', '.join(map(str, stages))}, exactly as position {other} does"
             rule = "a position is all the ranks that hold the same stages (replicas act alike), so make the two one"
-            faults.append(Fault("position", f"{what}; {rule}", position))
+            faults.append(PlanFault("position", f"{what}; {rule}", position))
     return faults
 
 
@@ -291,7 +291,7 @@ def as_limit(memory_limit: float | None) -> float:
         return math.inf
 
 
-def list_faults(ids: EventIds, verifiers: Sequence[PositionVerifier]) -> list[Fault]:
+def list_faults(ids: EventIds, verifiers: Sequence[PositionVerifier]) -> list[PlanFault]:
     """Every fault of the steps: of each position, then between positions; cycles last, and only without others."""
     faults = [fault for verifier in verifiers for fault in verifier.faults]
     faults += [*check_lanes(ids, verifiers), *check_calls(ids, verifiers)]
@@ -320,7 +320,7 @@ def models_covered(plan: Plan, blocking: Blocking) -> tuple[str, ...]:
     if not blocking.rendezvous:
         return ("gloo",)
     names = [name for name, model in ORDER_MODELS.items() if blocking.in_order or model.batched != "rank"]
-    if blocking.in_order and any(_fans(flow.routes) for flow in dataflow_of(plan).crossing):
+    if blocking.in_order and any(_fans(flow.routes) for flow in dataflow_of(plan).between_positions):
         for name in [name for name in names if ORDER_MODELS[name].batched == "rank"]:
             try:
                 require_end(plan, ORDER_MODELS[name], blocking, drains=True)

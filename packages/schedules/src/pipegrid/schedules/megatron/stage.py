@@ -105,7 +105,7 @@ class MegatronStage:
             module.current_slice = part  # type: ignore[assignment]
 
     def forward(self, microbatch: int, inputs: Mapping[Edge, Any], part: Slice | None = None) -> Forwarded:
-        """See `pipegrid.schedules.Stage.forward`; with slices, an item of the iterator is a slice."""
+        """See `pipegrid.schedules.RuntimeStage.forward`; with slices, an item of the iterator is a slice."""
         if self.shapes is not None:
             for payload in inputs.values():
                 self.shapes.check(payload, sent=False, stage=self.stage, microbatch=microbatch)

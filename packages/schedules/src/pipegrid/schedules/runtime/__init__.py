@@ -5,7 +5,7 @@ from pipegrid.schedules.runtime.stages.payloads import describe, flatten, gradie
 from pipegrid.schedules.runtime.preflight import position_of
 from pipegrid.schedules.runtime.runtime import PipelineRuntime
 from pipegrid.schedules.runtime.stages.slices import Slice
-from pipegrid.schedules.runtime.stages.stage import Forwarded, SlicedStage, Stage
+from pipegrid.schedules.runtime.stages.stage import Forwarded, SlicedStage, RuntimeStage
 from pipegrid.schedules.runtime.step_failures import PipelineError
 from pipegrid.schedules.runtime.turns import TakeTurns, exchange_tokens, hand_over
 from pipegrid.schedules.runtime.unit_times import UnitTimes
@@ -18,9 +18,9 @@ __all__ = [
     "PipelineError",
     "PipelineRuntime",
     "ProfilerRanges",
+    "RuntimeStage",
     "Slice",
     "SlicedStage",
-    "Stage",
     "TakeTurns",
     "UnitTimes",
     "describe",

@@ -18,7 +18,7 @@ from pipegrid.schedules.runtime.position import BoundPosition
 from pipegrid.schedules.runtime.preflight import reducer_name
 from pipegrid.schedules.runtime.stages.edge_queues import RecvQueue, SendQueue
 from pipegrid.schedules.runtime.stages.offload import Offload
-from pipegrid.schedules.runtime.stages.shared_calls import LentQueue
+from pipegrid.schedules.runtime.stages.shared_calls import SharedQueue
 from pipegrid.schedules.runtime.stages.stage import for_another_replica
 from pipegrid.schedules.runtime.stages.stage_runner import StageRunner
 
@@ -222,5 +222,5 @@ def _at_once(at: BoundPosition, runs: Sequence[Call]) -> Call:
     return batched(at, runs) if at.communicator.batches else in_turn(runs)
 
 
-def _arrivals(queues: Iterable[RecvQueue | LentQueue], piece: int) -> tuple[Call, ...]:
+def _arrivals(queues: Iterable[RecvQueue | SharedQueue], piece: int) -> tuple[Call, ...]:
     return tuple([partial(queue.wait, piece) for queue in queues if not queue.local])

@@ -11,14 +11,14 @@ import torch
 
 from pipegrid.core.edge import Direction
 from pipegrid.plans.plan import OFFLOADING, SHARDING, Action, ActionKind, Plan
-from pipegrid.schedules.runtime.passages import ActorFlows, Passage, Way
+from pipegrid.schedules.runtime.edge_links import ActorFlows, EdgeLink, StageLinks
 from pipegrid.schedules.runtime.stages.deallocation import Deallocation
 from pipegrid.schedules.runtime.stages.edge_queues import Output, ReceivesAhead, RecvQueue, SendQueue
 from pipegrid.schedules.runtime.stages.hooks import Hook, MessageHook
 from pipegrid.schedules.runtime.stages.in_flight import ActivationsInFlight
 from pipegrid.schedules.runtime.stages.sharded import ShardedStage
-from pipegrid.schedules.runtime.stages.shared_calls import LentQueue, SharedCalls, SummedQueue
-from pipegrid.schedules.runtime.stages.stage import Stage
+from pipegrid.schedules.runtime.stages.shared_calls import SharedCalls, SharedQueue, SummedQueue
+from pipegrid.schedules.runtime.stages.stage import RuntimeStage
 from pipegrid.schedules.runtime.stages.stage_runner import StageRunner
 from pipegrid.search.buffers import Buffered, PositionBuffers, position_buffers
 from pipegrid.search.buffers.lifetimes import lifetimes
@@ -34,8 +34,8 @@ class BoundPosition:
 
     Attributes:
         number: of the position, or of the actor where the plan has routes.
-        receives: a queue per way by which data comes to a stage here; ``sends``: by which it leaves.
-        runners: the computes of each stage here, by its number: one per passage of its pieces.
+        receives: a queue per link by which data comes to a stage here; ``sends``: by which it leaves.
+        runners: the computes of each stage here, by its number: one for each set of links of its pieces.
         sharded: the stages here that the plan gathers, by their number.
         ends: what gives back received memory, by the step in which it is read for the last time.
         in_streams: whether the device has streams, in which messages are ordered.
@@ -49,7 +49,7 @@ class BoundPosition:
         self,
         plan: Plan,
         position: int,
-        stages: Mapping[int, Stage],
+        stages: Mapping[int, RuntimeStage],
         communicator: Communicator,
         *,
         hooks: Sequence[Hook],
@@ -77,16 +77,16 @@ class BoundPosition:
         self._flows = ActorFlows(plan, position)
         of_all = communicator, deadline, [hook for hook in hooks if isinstance(hook, MessageHook)]
         self.receives = {
-            way: RecvQueue(way.edge, way.direction, *of_all, local=way.local, replica=way.replica)
-            for way in self._flows.receives
+            link: RecvQueue(link.edge, link.direction, *of_all, local=link.local, replica=link.replica)
+            for link in self._flows.receives
         }
         slices, places = plan.num_slices, dict[int, list[Output]]()
         sending = partial(SendQueue, in_streams=self.in_streams, num_slices=slices, clones=clone_outputs, places=places)
         self.sends = {
-            way: sending(
-                way.edge, way.direction, *of_all, self.receives[way] if way.local else None, replica=way.replica
+            link: sending(
+                link.edge, link.direction, *of_all, self.receives[link] if link.local else None, replica=link.replica
             )
-            for way in self._flows.sends
+            for link in self._flows.sends
         }
         self.queues: tuple[RecvQueue | SendQueue, ...] = (*self.receives.values(), *self.sends.values())
         for action in self.actions:
@@ -96,41 +96,41 @@ class BoundPosition:
         self.slots: dict[int, Slot] = {}  # of `buffers`, once a step has begun
         self._in_order: dict[ReceivesAhead, list[Slot | None]] = defaultdict(list)
         self._receiving = tuple([queue for queue in self.receives.values() if queue.expected])
-        self._lent: dict[Way, LentQueue] = {}
-        self._summed: dict[Way, SummedQueue] = {}
+        self._shared_calls: dict[EdgeLink, SharedQueue] = {}
+        self._summed: dict[EdgeLink, SummedQueue] = {}
         self._runner_of: dict[tuple[int, int], StageRunner] = {}
         self.runners = {number: self._runners(number, stage) for number, stage in stages.items()}
-        self._kept = (*self.queues, *self._lent.values(), *self._summed.values())
+        self._kept = (*self.queues, *self._shared_calls.values(), *self._summed.values())
 
-    def _runners(self, number: int, stage: Stage) -> tuple[StageRunner, ...]:
-        """The computes of a stage, by the passages of its pieces; of the whole plan's where replicas act alike."""
+    def _runners(self, number: int, stage: RuntimeStage) -> tuple[StageRunner, ...]:
+        """The computes of a stage, by the links of its pieces; of the whole plan's where replicas act alike."""
         plan, flows = self.plan, self._flows.flows
         pieces = plan.pieces_at(number, self.number)
-        for way, call_of in self._flows.calls(number).items():
+        for link, call_of in self._flows.calls(number).items():
             calls = SharedCalls(call_of)
-            self._lent[way] = LentQueue(self.receives[way], calls)
-            if way.back in self.sends:
-                self._summed[way.back] = SummedQueue(self.sends[way.back], calls)
-        passing: dict[Passage, list[int]] = {}
+            self._shared_calls[link] = SharedQueue(self.receives[link], calls)
+            if link.back in self.sends:
+                self._summed[link.back] = SummedQueue(self.sends[link.back], calls)
+        passing: dict[StageLinks, list[int]] = {}
         for piece in pieces if flows.routed else (0,):
-            passing.setdefault(self._flows.passage(number, piece), []).append(piece)
+            passing.setdefault(self._flows.links_of(number, piece), []).append(piece)
         edges = [edge for edge in plan.graph.stage_edges if edge.source == number]
         answered = [edge for edge in edges if edge in plan.gradient_edges]
         splits = any(a.kind is ActionKind.I and a.stage == number for a in self.actions)
         flight = ActivationsInFlight(number, stage, len(pieces), plan.num_slices, answered, splits, self._copiers)
         deallocation = Deallocation(number) if self._deallocate else None
         runners: list[StageRunner] = []
-        for passage, own in passing.items():
-            back_from = [way for way in passage.leaving if way.edge in plan.gradient_edges]
-            back_to = [way for way in passage.arriving if way.edge in plan.gradient_edges]
+        for links, own in passing.items():
+            back_from = [link for link in links.leaving if link.edge in plan.gradient_edges]
+            back_to = [link for link in links.arriving if link.edge in plan.gradient_edges]
             runner = StageRunner(
                 number,
                 stage,
                 flight,
-                arriving=[self._lent.get(way, self.receives[way]) for way in passage.arriving],
-                leaving=[self.sends[way] for way in passage.leaving],
-                gradients_in=[self.receives[way.back] for way in back_from],
-                gradients_out=[self._summed.get(way.back, self.sends[way.back]) for way in back_to],
+                arriving=[self._shared_calls.get(link, self.receives[link]) for link in links.arriving],
+                leaving=[self.sends[link] for link in links.leaving],
+                gradients_in=[self.receives[link.back] for link in back_from],
+                gradients_out=[self._summed.get(link.back, self.sends[link.back]) for link in back_to],
                 trains=number not in plan.forward_only,
                 loss_scale=self._loss_scale,
                 deallocation=deallocation,
@@ -138,7 +138,7 @@ class BoundPosition:
                 declared=self._job.payload_edges,
                 reuses=self._reuse,
                 first=own[0],
-                skipped=frozenset(edges).difference(way.edge for way in passage.leaving),
+                skipped=frozenset(edges).difference(link.edge for link in links.leaving),
             )
             self._runner_of.update({(number, piece): runner for piece in own})
             runners.append(runner)
@@ -152,16 +152,16 @@ class BoundPosition:
 
     def sends_of(self, action: Action) -> list[SendQueue]:
         """The queues of what an action sends, one per partner."""
-        return [self.sends[way] for way in self._flows.ways_of(action, sends=True)]
+        return [self.sends[link] for link in self._flows.links_of_action(action, sends=True)]
 
     def receives_of(self, action: Action) -> list[RecvQueue]:
         """The queues of what an action receives."""
-        return [self.receives[way] for way in self._flows.ways_of(action, sends=False)]
+        return [self.receives[link] for link in self._flows.links_of_action(action, sends=False)]
 
     def open_across(self) -> None:
         """Open what leads to other replicas, before the first message; P2PUsageError where the communicator cannot."""
         sends, receives = (
-            [(way.edge, way.direction, way.replica) for way in some if way.replica is not None]
+            [(link.edge, link.direction, link.replica) for link in some if link.replica is not None]
             for some in (self.sends, self.receives)
         )
         if sends or receives:
@@ -201,8 +201,8 @@ class BoundPosition:
         found: dict[int, list[Callable[[], None]]] = defaultdict(list)
         for message, life in lifetimes(self.plan, self._flows.flows, self.number).items():
             queue, piece = self._queue_of(message), self.plan.piece_of(message.action)
-            if life.last is not None and piece not in queue.lends:
-                queue.lends.add(piece)
+            if life.last is not None and piece not in queue.reusable:
+                queue.reusable.add(piece)
                 found[life.last].append(partial(RecvQueue.give_back, queue, piece))
         return found
 

@@ -36,7 +36,7 @@ from pipegrid.schedules.runtime.preflight import (
 )
 from pipegrid.schedules.runtime.program import Cursor, programs
 from pipegrid.schedules.runtime.stages.hooks import Hook
-from pipegrid.schedules.runtime.stages.stage import Stage, require_bare
+from pipegrid.schedules.runtime.stages.stage import RuntimeStage, require_bare
 from pipegrid.schedules.runtime.step_failures import PipelineError, StepFailures
 from pipegrid.schedules.runtime.warm_up import warm_up_stages
 from pipegrid.search.buffers import PositionBuffers
@@ -106,7 +106,7 @@ class PipelineRuntime:
     def __init__(
         self,
         plan: Plan | Proof,
-        stages: Mapping[int, Stage],
+        stages: Mapping[int, RuntimeStage],
         communicator: Communicator | PipelineCommunicator | None,
         *,
         replica: int | None = None,

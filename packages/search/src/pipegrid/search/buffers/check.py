@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from pipegrid.plans.errors import Fault
+from pipegrid.plans.errors import PlanFault
 from pipegrid.plans.plan import Action, ActionKind, Plan, actions_of
 from pipegrid.plans.plan.dataflow import BACKWARD, FORWARD, dataflow_of
 from pipegrid.search.buffers.causality import arrivals_known
@@ -27,7 +27,7 @@ F, B, I = ActionKind.F, ActionKind.B, ActionKind.I
 _MEMORY = {True: "host", False: "device"}
 
 
-def faults_of(plan: Plan, position: int, arrivals: Sequence[SlotArrival]) -> list[Fault]:
+def faults_of(plan: Plan, position: int, arrivals: Sequence[SlotArrival]) -> list[PlanFault]:
     """What is wrong with the slots of ``position``; nothing where no message comes to a slot that is held."""
     replay = _Replay(plan, position, sends=any(arrival.message.action.kind.is_send for arrival in arrivals))
     for arrival in arrivals:
@@ -38,16 +38,16 @@ def faults_of(plan: Plan, position: int, arrivals: Sequence[SlotArrival]) -> lis
 class _Replay:
     def __init__(self, plan: Plan, position: int, *, sends: bool) -> None:
         self.plan, self.position = plan, position
-        self.faults: list[Fault] = []
+        self.faults: list[PlanFault] = []
         self.flows = dataflow_of(plan)
         taken = (*received_at(plan, self.flows, position), *copies_at(plan, self.flows, position))
         self.first = {one.message: one.step for one in taken}  # of each message, the step that has it at the latest
         self.by_reader: dict[tuple[int, object, int], list[Buffered]] = {}  # stage, direction, piece
-        self.unread: Counter[Buffered] = Counter()
+        self.reads_left: Counter[Buffered] = Counter()
         for message, _, flow, piece in taken:
             for user in flow.users(piece, self.position):
                 self.by_reader.setdefault((flow.consumer, flow.direction, user), []).append(message)
-                self.unread[message] += 1
+                self.reads_left[message] += 1
         self.posted: dict[int, list[SlotArrival]] = {}  # by step
         self.slot_of: dict[Buffered, int] = {}
         self.in_slot: dict[int, Buffered] = {}
@@ -68,7 +68,7 @@ class _Replay:
                     self.shown.setdefault(known, []).append(message)
 
     def fault(self, rule: str, text: str, step: int | None = None) -> None:
-        self.faults.append(Fault(rule, text, self.position, step))
+        self.faults.append(PlanFault(rule, text, self.position, step))
 
     def expect(self, arrival: SlotArrival) -> None:
         message, slot = arrival.message, arrival.slot
@@ -89,7 +89,7 @@ class _Replay:
         self.slot_of[message] = slot
         self.posted.setdefault(arrival.posted, []).append(arrival)
 
-    def run(self) -> list[Fault]:
+    def run(self) -> list[PlanFault]:
         self.post(-1)
         for step, one in enumerate(self.plan.positions[self.position]):
             self.post(step)
@@ -118,7 +118,7 @@ class _Replay:
         reader = stage, piece // self.plan.num_slices
         own = self.taken.setdefault(reader, set())
         for message in self.by_reader.get((stage, direction, piece), ()):
-            self.unread[message] -= 1
+            self.reads_left[message] -= 1
             own.add(message)
         if action.kind is F:
             for flow, one in self.flows.arriving(stage, FORWARD, piece):
@@ -152,7 +152,7 @@ class _Replay:
                 continue
             for message in self.taken.pop(reader, set()):
                 self.holders[message].discard(reader)
-                if not self.holders[message] and not self.unread[message] and message not in self.kept:
+                if not self.holders[message] and not self.reads_left[message] and message not in self.kept:
                     self.free(message)
 
 

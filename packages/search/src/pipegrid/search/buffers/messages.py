@@ -85,7 +85,7 @@ def sent_at(plan: Plan, flows: Dataflow, position: int) -> Iterator[Placed]:
 
 def _messages(plan: Plan, flows: Dataflow, position: int, *, sent: bool) -> Iterator[Placed]:
     by_way: dict[tuple[object, Direction], list[tuple[EdgeFlow, list[int]]]] = {}
-    for flow in flows.crossing:
+    for flow in flows.between_positions:
         ends = [route if sent else route[::-1] for route in flow.routes]
         if peers := [peer for here, peer in ends if here == position]:
             by_way.setdefault((flow.edge, flow.direction), []).append((flow, peers))

@@ -7,7 +7,7 @@ from collections.abc import Hashable, Sequence
 
 from attrs import frozen
 
-from pipegrid.core.skips import Uses, ways_of_value
+from pipegrid.core.skips import Uses, hops_of_value
 from pipegrid.stages.errors import CutError, few
 
 
@@ -114,8 +114,8 @@ class CutProof:
         hidden = sum(one.nbytes for one in self.boundaries if one.stage in between)
         sent, passed_on = hidden, hidden
         for skip in self.skips:
-            ways = ways_of_value(skip, placement)
-            sent += skip.nbytes * sum(placement[edge.source] != placement[edge.destination] for edge in ways)
+            hops = hops_of_value(skip, placement)
+            sent += skip.nbytes * sum(placement[edge.source] != placement[edge.destination] for edge in hops)
             last = max(skip.users, default=skip.source)
             passed_on += skip.nbytes * sum(skip.source < at <= last and at not in skip.held for at in between)
         return sent, passed_on
@@ -125,8 +125,8 @@ class CutProof:
         found = [0, 0]
         for skip in self.skips:
             for number, near in enumerate((hosts, None)):
-                ways = ways_of_value(skip, placement, near)
-                found[number] += skip.nbytes * sum(hosts[edge.source] != hosts[edge.destination] for edge in ways)
+                hops = hops_of_value(skip, placement, near)
+                found[number] += skip.nbytes * sum(hosts[edge.source] != hosts[edge.destination] for edge in hops)
         return found[0], found[1]
 
     def require(self) -> None:

@@ -68,10 +68,10 @@ def forward_of_slice(
 
     cache = SliceCache(part, len(assignment.layers), past)
     result = forward({**given, cache_argument: cache, "use_cache": True})
-    unread = [assignment.layers[n] for n in own if n not in cache.read]
-    if unread:
+    missed = [assignment.layers[n] for n in own if n not in cache.read]
+    if missed:
         raise CutError(
-            f"{unread[0]} has not read the keys and values of earlier slices: it keeps another kind of state, or is "
+            f"{missed[0]} has not read the keys and values of earlier slices: it keeps another kind of state, or is "
             "checkpointed such that transformers drops the cache (torch.utils.checkpoint does not)"
         )
     if loss and number == assignment.num_stages - 1:

@@ -1,7 +1,7 @@
 """Reads flight-recorder dumps of the ranks of a hung job, and explains what the job was doing."""
 
 from pipegrid.timeline.dumps.explain import Explanation, Root, explain
-from pipegrid.timeline.dumps.places import Place
+from pipegrid.timeline.dumps.places import RankPlace
 from pipegrid.timeline.dumps.read import Dump, DumpError, Entry, read_dump, read_dumps, read_records
 from pipegrid.timeline.dumps.waits import Wait
 
@@ -10,7 +10,7 @@ __all__ = [
     "DumpError",
     "Entry",
     "Explanation",
-    "Place",
+    "RankPlace",
     "Root",
     "Wait",
     "explain",

@@ -11,7 +11,7 @@ from attrs import Factory, asdict, frozen
 
 from pipegrid.plans.orders.play import rings
 from pipegrid.plans.plan import Plan
-from pipegrid.timeline.dumps.places import Place, first_to_come, places_in
+from pipegrid.timeline.dumps.places import RankPlace, first_to_come, places_in
 from pipegrid.timeline.dumps.read import Dump, DumpError, Entry
 from pipegrid.timeline.dumps.waits import DumpedJob, Wait, group_of, job_of, stuck_of, waits_of
 
@@ -59,9 +59,9 @@ class Explanation:
     empty: tuple[int, ...]
     files: tuple[str, ...]
     disagreements: tuple[str, ...]
-    places: tuple[Place, ...] = ()
+    places: tuple[RankPlace, ...] = ()
     records: Mapping[int, str] = Factory(dict)
-    first: Place | None = None
+    first: RankPlace | None = None
 
     def as_json(self) -> dict[str, Any]:
         """Plain data, for `json.dumps`."""

@@ -19,7 +19,7 @@ _SHOWN = 4
 
 
 @frozen
-class Place:
+class RankPlace:
     """The actions at which a rank may be, of its position; several where a dump does not reach back far enough.
 
     ``actions``: their numbers at the position, in `Plan.actions`. ``under_way``: the first of them is launched and has
@@ -41,7 +41,7 @@ class Place:
         return f"rank {self.rank} (position {self.position}) {does} {found}"
 
 
-def places_in(plan: Plan, dumps: Sequence[Dump]) -> tuple[Place, ...]:
+def places_in(plan: Plan, dumps: Sequence[Dump]) -> tuple[RankPlace, ...]:
     """The place of each rank with messages.
 
     A rank's position is its place in the group of its messages that has a rank for each position, or itself.
@@ -62,7 +62,7 @@ def places_in(plan: Plan, dumps: Sequence[Dump]) -> tuple[Place, ...]:
     )
 
 
-def _place(plan: Plan, dump: Dump, ranks: tuple[int, ...]) -> Place:
+def _place(plan: Plan, dump: Dump, ranks: tuple[int, ...]) -> RankPlace:
     own = [entry for entry in dump.entries if entry.peer is not None]
     ranks = next((one.members for one in own if len(one.members) == plan.num_positions), ranks)
     if dump.rank not in ranks:
@@ -88,10 +88,12 @@ def _place(plan: Plan, dump: Dump, ranks: tuple[int, ...]) -> Place:
     numbers = tuple(dict.fromkeys(messages[(k + ended) % len(messages)] for k in starts))
     following = {messages[(k + len(own)) % len(messages)] for k in starts}
     later = following.pop() if len(following) == 1 else None
-    return Place(dump.rank, position, numbers, tuple(str(actions[n]) for n in numbers), ended < len(own), ranks, later)
+    return RankPlace(
+        dump.rank, position, numbers, tuple(str(actions[n]) for n in numbers), ended < len(own), ranks, later
+    )
 
 
-def first_to_come(plan: Plan, places: Sequence[Place], roots: Sequence[int]) -> Place | None:
+def first_to_come(plan: Plan, places: Sequence[RankPlace], roots: Sequence[int]) -> RankPlace | None:
     """Of the messages that the ``roots`` should have launched, the first by the dates of a simulation.
 
     Of a root whose own dump does not tell, these are the other ends of what its neighbours stand at.
@@ -101,7 +103,7 @@ def first_to_come(plan: Plan, places: Sequence[Place], roots: Sequence[int]) -> 
     return min(missing, key=lambda one: start[one.position][one.actions[0]], default=None)
 
 
-def _missing(plan: Plan, places: Sequence[Place], rank: int) -> Iterator[Place]:
+def _missing(plan: Plan, places: Sequence[RankPlace], rank: int) -> Iterator[RankPlace]:
     own = next((one for one in places if one.rank == rank), None)
     found = [] if own is None or own.next is None else [(own.position, own.next, own.ranks)]
     for place in () if found else (one for one in places if rank in one.ranks and one.under_way):
@@ -110,7 +112,7 @@ def _missing(plan: Plan, places: Sequence[Place], rank: int) -> Iterator[Place]:
             found.append((position, _other_end(plan, action, position), place.ranks))
     for position, number, ranks in found:
         text = str(list(plan.actions(position))[number])
-        yield Place(rank, position, (number,), (text,), False, ranks, number)
+        yield RankPlace(rank, position, (number,), (text,), False, ranks, number)
 
 
 def _other_end(plan: Plan, action: Action, position: int) -> int:
@@ -123,7 +125,7 @@ def _other_end(plan: Plan, action: Action, position: int) -> int:
     )
 
 
-def places_timeline(plan: Plan, places: Sequence[Place]) -> Timeline:
+def places_timeline(plan: Plan, places: Sequence[RankPlace]) -> Timeline:
     """The plan as it is simulated, with the place of each rank, and behind that the actions it never reaches.
 
     The first compute from there on is marked, with the name of the action. A position with several ranks has the

@@ -55,7 +55,7 @@ def cut_all_connections(group: Any) -> None:
 class PostedHeader:
     """The receive of the next header of a ``kind`` of lane ``index``, on ``wire``; it has any length."""
 
-    wire: Wire
+    wire: ControlWire
     index: int
     kind: int = HEADER
     _first: bytearray = field(init=False)
@@ -85,7 +85,7 @@ class PostedHeader:
 
 
 @define(eq=False)
-class Wire:
+class ControlWire:
     """One end of a control channel."""
 
     group: Any  # moves headers and end notices; with gloo, payloads as well

@@ -33,7 +33,7 @@ from pipegrid.transport.backends import (
     one_loop,
     warn_of_watchdog,
 )
-from pipegrid.transport.backends.wire import Wire
+from pipegrid.transport.backends.wire import ControlWire
 from pipegrid.transport.config import P2PConfig
 from pipegrid.transport.errors import P2PError, P2PMismatchError, P2PPeerError, P2PTimeoutError
 from pipegrid.transport.lane.connection import Connection
@@ -150,7 +150,7 @@ class Connector:
                 mover = GlooMover(loop.take_backend(group), peers, len(lanes))
                 mover = StagedMover(mover, self._device) if self._staged else mover
             channel = channels.get(_group_spec(lanes, "control"), group)
-            wires = {peer: Wire(channel, peers[index]) for index, peer in there.items()}
+            wires = {peer: ControlWire(channel, peers[index]) for index, peer in there.items()}
             # What a shared one moves both ways is one batch, which comes after the computing of what it sends.
             shared = len(lanes) > 1
             stream = None if shared else self._receive_stream

@@ -15,7 +15,7 @@ from attrs import define, field
 
 from pipegrid.core.lanes import LaneSpec
 from pipegrid.topology import destroy_groups, discard_groups
-from pipegrid.transport.backends.wire import Wire
+from pipegrid.transport.backends.wire import ControlWire
 from pipegrid.transport.control.handshake import Handshake
 from pipegrid.transport.errors import P2PLaneDeadError, text_of
 from pipegrid.transport.lane.batch import Batch, Submitter
@@ -186,7 +186,7 @@ def _watch(ends: Sequence[LaneTransfers]) -> list[BackgroundThread]:
     return watchers
 
 
-def _watch_wire(wire: Wire, lanes: Sequence[LaneEnding]) -> None:
+def _watch_wire(wire: ControlWire, lanes: Sequence[LaneEnding]) -> None:
     try:
         wire.watch()
     except RuntimeError as error:

@@ -16,7 +16,7 @@ from pipegrid.core.lanes import LaneSpec, PositionLane, communicators_of, openin
 from pipegrid.topology import discard_groups
 from pipegrid.topology.torch_compat import is_dry
 from pipegrid.transport.backends import LocalMover, kind_of
-from pipegrid.transport.backends.wire import Wire, timedelta_of
+from pipegrid.transport.backends.wire import ControlWire, timedelta_of
 from pipegrid.transport.config import as_config
 from pipegrid.transport.control.connector import Connector, not_opened, require_same, shortened
 from pipegrid.transport.control.lanes import Lanes
@@ -36,7 +36,7 @@ def open_lanes(
     backend: str | None = None,
     device: torch.device | str | None = None,
     rank: int | None = None,
-    standing: Mapping[LaneSpec, Any] | None = None,
+    agreed: Mapping[LaneSpec, Any] | None = None,
     declared: Mapping[LaneSpec, str] | None = None,
     carried: Mapping[LaneSpec, PositionLane] | None = None,
     beside: Lanes | None = None,
@@ -53,7 +53,7 @@ def open_lanes(
         device: where payloads live; None is the current GPU where the backend is NCCL or ``config`` says ``staged``,
             else the CPU.
         rank: this rank, where the caller knows it.
-        standing: per lane, a payload like all that will travel (meta tensors do): its shapes are compared now, and
+        agreed: per lane, a payload like all that will travel (meta tensors do): its shapes are compared now, and
             never need a header.
         declared: per lane, what its user says of the messages, in words; compared between the two sides.
         carried: per lane, the lane of the plan that it carries: where the communicators of ``config`` are a plan's.
@@ -69,10 +69,10 @@ def open_lanes(
     """
     settings = as_config(config)
     here = dist.get_rank() if rank is None else rank
-    ordered = _ordered(specs, standing or {})
+    ordered = _ordered(specs, agreed or {})
     backend, place = resolve_device(backend, device, staged=settings.staged)
     mine = [spec for spec in ordered if here in spec.pair]
-    fixed = {spec: signature_of(*flatten(payload)) for spec, payload in (standing or {}).items()}
+    fixed = {spec: signature_of(*flatten(payload)) for spec, payload in (agreed or {}).items()}
     every = communicators_of([spec for spec in ordered if not spec.is_local], settings.communicators, carried or {})
     own = [bundle for bundle in every if any(here in spec.pair for spec in bundle)]
     submitter = Submitter(settings.strict) if beside is None else beside.submitter
@@ -83,7 +83,7 @@ def open_lanes(
         connections = connector.connect(own) if kind_of(backend).peers else connector.stand_alone(own)
         for spec in sorted(mine, key=lambda spec: opening_key(spec.pair)):
             connection, index = connections.get(spec) or (Connection(LocalMover(place)), 0)
-            end = Endpoint(spec, here, place, settings, connection, index, standing=fixed.get(spec))
+            end = Endpoint(spec, here, place, settings, connection, index, agreed=fixed.get(spec))
             lanes[spec] = Lane(end, submitter)
             if end.wire is not None:
                 _prove(end, end.wire, (declared or {}).get(spec, ""))
@@ -95,12 +95,12 @@ def open_lanes(
     return every_lane
 
 
-def _ordered(specs: Iterable[LaneSpec], standing: Mapping[LaneSpec, Any]) -> list[LaneSpec]:
+def _ordered(specs: Iterable[LaneSpec], agreed: Mapping[LaneSpec, Any]) -> list[LaneSpec]:
     ordered, world = sorted(specs), dist.get_world_size()
     faults = [
         *(f"lane {one} is given twice" for one, other in itertools.pairwise(ordered) if one == other),
         *(f"lane {one} has a rank beyond the world of {world}" for one in ordered if one.pair[1] >= world),
-        *(f"standing has lane {one}, which is not to be opened" for one in standing.keys() - set(ordered)),
+        *(f"agreed has lane {one}, which is not to be opened" for one in agreed.keys() - set(ordered)),
     ]
     if faults:
         raise P2PUsageError(faults[0])
@@ -142,18 +142,18 @@ def resolve_device(
     return backend, device
 
 
-def _prove(end: Endpoint, wire: Wire, declared: str) -> None:
+def _prove(end: Endpoint, wire: ControlWire, declared: str) -> None:
     """Compare the settings of both sides, then carry one message over the way that payloads go."""
-    config, spec, rank, peer, standing = end.config, end.spec, end.rank, end.peer, end.standing
+    config, spec, rank, peer, agreed = end.config, end.spec, end.rank, end.peer, end.agreed
     told: dict[str, str] = {
         "lane": str(spec),
         "shapes": config.shape_mode,
         "staged": str(config.staged),
         "receives beside headers": str(end.beside_headers),
         "pipeline_dtype": str(config.pipeline_dtype),
-        "standing": "none" if standing is None else shortened(str(standing)),
+        "agreed": "none" if agreed is None else shortened(str(agreed)),
         "payload": shortened(declared),
-        "gradients": "all" if standing is None or all(standing.gradients) else shortened(str(standing.gradients)),
+        "gradients": "all" if agreed is None or all(agreed.gradients) else shortened(str(agreed.gradients)),
     }
     seconds = config.open_deadline
     start = time.monotonic()

@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 
 from pipegrid.topology.torch_compat import is_destroying
 from pipegrid.transport.backends import Mover
-from pipegrid.transport.backends.wire import Wire
+from pipegrid.transport.backends.wire import ControlWire
 from pipegrid.transport.waits.aborts import Abort, device_aborts
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ class Connection:
 
     mover: Mover  # moves their payloads
     # Move headers and end notices, by the rank at the other end; none where that is this rank, and in a dry run.
-    wires: Mapping[int, Wire] = field(factory=dict)
+    wires: Mapping[int, ControlWire] = field(factory=dict)
     group: ProcessGroup | None = None  # the process group of the payloads; None where both ends are one rank
     is_shared: bool = False  # the communicator has several lanes, not all of them of this rank
     # Receives are posted under it, so that a transfer waits for its buffer and for no computing; None is the caller's

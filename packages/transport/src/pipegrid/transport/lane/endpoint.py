@@ -15,7 +15,7 @@ from attrs import field, frozen
 
 from pipegrid.core.lanes import LaneSpec, Tally
 from pipegrid.transport.backends import GlooMover
-from pipegrid.transport.backends.wire import PostedHeader, Wire
+from pipegrid.transport.backends.wire import ControlWire, PostedHeader
 from pipegrid.transport.config import P2PConfig
 from pipegrid.transport.errors import P2PMismatchError, P2PUsageError
 from pipegrid.transport.lane.connection import Connection
@@ -52,7 +52,7 @@ class Endpoint:
     config: P2PConfig  # the settings that the lane was opened with
     connection: Connection  # what it shares with others
     index: int  # its number among all lanes of its communicator
-    standing: Signature | None = None  # the one message of the lane, where it was fixed when the lane was opened
+    agreed: Signature | None = None  # the one message of the lane, where it was fixed when the lane was opened
     tally: Tally = field(factory=Tally, init=False)
 
     @property
@@ -61,7 +61,7 @@ class Endpoint:
         return self.spec.destination if self.rank == self.spec.source else self.spec.source
 
     @property
-    def wire(self) -> Wire | None:
+    def wire(self) -> ControlWire | None:
         """Moves headers and end notices; None where both ends are one rank, and in a dry run."""
         return self.connection.wires.get(self.peer)
 
@@ -90,7 +90,7 @@ class Outgoing:
     """
 
     def __init__(self, end: Endpoint, *, there: ShapeContract) -> None:
-        self.contract = ShapeContract(end.spec, end.config.shape_mode, end.standing)
+        self.contract = ShapeContract(end.spec, end.config.shape_mode, end.agreed)
         self.header_works: deque[Any] = deque(maxlen=_HEADERS_KEPT)
         self.plain: PlainMessage | None = None  # the one message of the lane, where it is plain and started alone
         self._end, self._there = end, there
@@ -106,7 +106,7 @@ class Outgoing:
         for tensor in tensors:
             check_sendable(tensor, device=self._device, dtype=self.dtype, lane=self._spec)
         if note is None:
-            note = "" if self.contract.standing is None else self.contract.standing.note
+            note = "" if self.contract.agreed is None else self.contract.agreed.note
         transfer.signature = signature_of(tensors, tree, note)
         try:
             transfer.tensors = carried(tensors, self._nothing)
@@ -122,16 +122,16 @@ class Outgoing:
             self._beside.remove(transfer.sequence)
             transfer.beside_header = True
         if self._one_by_one and self.plain is None:
-            self.plain = plain_message(self.contract.standing, self.dtype, self._device)
+            self.plain = plain_message(self.contract.agreed, self.dtype, self._device)
 
     def _announce(self, sequence: int, signature: Signature) -> list[Any]:
         """Tell the other end of a message; the works must be kept until the other end has read them."""
-        standing = self.contract.standing is not None
+        agreed = self.contract.agreed is not None
         self._end.tally.headers += 1
         if self._end.wire is None:
-            self._there.announce(signature, standing=standing)
+            self._there.announce(signature, agreed=agreed)
             return []
-        header = encode(sequence=sequence, standing=standing, signature=signature)
+        header = encode(sequence=sequence, agreed=agreed, signature=signature)
         works = self._end.wire.send_header(header, self._end.index)
         if self._landings is not None:
             size = self._landings.next_size()
@@ -151,14 +151,14 @@ class Outgoing:
         """Find the plain message of a step that has begun, once."""
         del lane
         if self._one_by_one:
-            step.plain = self.plain = plain_message(self.contract.standing, self.dtype, self._device)
+            step.plain = self.plain = plain_message(self.contract.agreed, self.dtype, self._device)
 
 
 class Incoming:
     """Headers, shapes and buffers of a lane's messages, at its destination."""
 
     def __init__(self, end: Endpoint) -> None:
-        self.contract = ShapeContract(end.spec, end.config.shape_mode, end.standing)
+        self.contract = ShapeContract(end.spec, end.config.shape_mode, end.agreed)
         self.deferred: deque[ReceiveTransfer] = deque()  # receives whose header has not come
         self._posted: deque[tuple[PostedHeader, Landing | None]] = deque()  # the receives of the next headers
         self._landings = Landings() if end.beside_headers else None
@@ -186,8 +186,8 @@ class Incoming:
         if self.plain is not None and transfer.expected is None and not self.deferred:
             self._fill(transfer, self.plain[1])
             return
-        if self._dry and transfer.expected is not None and self.contract.standing is None:
-            self.contract.announce(self._given(transfer.expected), standing=self.contract.stands)
+        if self._dry and transfer.expected is not None and self.contract.agreed is None:
+            self.contract.announce(self._given(transfer.expected), agreed=self.contract.stays)
         signature = None if self.deferred else self.contract.receive()
         if signature is not None:
             self._prepare(transfer, signature)
@@ -217,7 +217,7 @@ class Incoming:
         return self._posted[0][0] if self._posted and len(self.deferred) > self.contract.outstanding else None
 
     def _expect_header(self) -> None:
-        if self._wire is None or self.contract.standing:
+        if self._wire is None or self.contract.agreed:
             return
         most = 1 if self._landings is None else HEADERS_AHEAD
         while len(self._posted) < min(most, len(self.deferred) - self.contract.outstanding):
@@ -233,7 +233,7 @@ class Incoming:
         if (header := self.header) is None:
             return
         self._tally.host_syncs += 1
-        sequence, standing, signature = decode(header.take(timeout))
+        sequence, agreed, signature = decode(header.take(timeout))
         self._tally.headers += 1
         beside = self._posted[0][1]
         size = 0 if beside is None else beside.size
@@ -248,7 +248,7 @@ class Incoming:
                     f"rank {self._spec.destination} waits for message {first.sequence} of lane {self._spec}, but rank "
                     f"{self._end.peer} announced message {sequence}; call renew() on both sides at the same message"
                 )
-            self.contract.announce(signature, standing=standing)
+            self.contract.announce(signature, agreed=agreed)
             if beside is not None and landed:
                 self._landed[sequence] = beside
             elif beside is not None:
@@ -273,7 +273,7 @@ class Incoming:
             self._tally.bytes += buffers.nbytes or 1  # `carried`: what has no elements is one byte
             return
         self._fill(transfer, buffers)
-        message = plain_message(self.contract.standing, self.dtype, self._device) if self.plain is None else None
+        message = plain_message(self.contract.agreed, self.dtype, self._device) if self.plain is None else None
         if message is not None and self._one_by_one:
             self.plain = message, self._buffers_of(ReceiveTransfer(transfer.lane), message.signature)
 
@@ -290,7 +290,7 @@ class Incoming:
             expected = None
         key = (signature, signature.gradients, expected)
         if (buffers := self._buffers.get(key)) is None:
-            exact = self.contract.stands
+            exact = self.contract.stays
             buffers = receive_buffers(
                 signature, expected, device=self._device, tally=self._tally, dtype=self.dtype, exact=exact
             )
@@ -305,13 +305,13 @@ class Incoming:
             if len(self._buffers) >= _BUFFERS_KEPT:
                 self._buffers.clear()
             self._buffers[key] = buffers
-            if self.contract.standing is not None:
+            if self.contract.agreed is not None:
                 buffers.keep()
         return buffers
 
     def find_plain(self, step: StepShapes, lane: TransferLane) -> None:
         """Find the plain message of a step that has begun, and its buffers, once."""
-        message = plain_message(self.contract.standing, self.dtype, self._device) if self._one_by_one else None
+        message = plain_message(self.contract.agreed, self.dtype, self._device) if self._one_by_one else None
         if message is not None:
             buffers = self._buffers_of(ReceiveTransfer(lane), message.signature)
             buffers.keep()

@@ -120,7 +120,7 @@ class Lane:
     @property
     def takes_slots(self) -> bool:
         """Whether a receive can be posted to a slot: where all messages have one shape, as agreed or given."""
-        return self.incoming.contract.stands
+        return self.incoming.contract.stays
 
     @property
     def stats(self) -> LaneStats:
@@ -354,7 +354,7 @@ class Lane:
         Raises:
             P2PUsageError: every message is announced on this lane, or receives are under way.
         """
-        if not self.outgoing.contract.stands:
+        if not self.outgoing.contract.stays:
             raise P2PUsageError(
                 f"lane {self.spec} has shapes={self.config.shape_mode!r}: every message is announced, "
                 "there is nothing to renew"

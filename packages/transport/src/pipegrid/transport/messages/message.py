@@ -60,16 +60,16 @@ class Signature:
         return marks if any(marks) else (True,) * len(marks)
 
 
-def encode(*, sequence: int, standing: bool, signature: Signature) -> bytes:
-    """The header of message ``sequence`` of a lane, as bytes; ``standing``: it holds for all later messages."""
+def encode(*, sequence: int, agreed: bool, signature: Signature) -> bytes:
+    """The header of message ``sequence`` of a lane, as bytes; ``agreed``: it holds for all later messages."""
     tensors = [(spec.dtype, spec.shape, spec.requires_grad) for spec in signature.tensors]
-    return json.dumps((sequence, standing, signature.tree, tensors, signature.note), separators=(",", ":")).encode()
+    return json.dumps((sequence, agreed, signature.tree, tensors, signature.note), separators=(",", ":")).encode()
 
 
 def decode(data: bytes) -> tuple[int, bool, Signature]:
-    """``(sequence, standing, signature)`` of a header."""
-    sequence, standing, tree, tensors, note = json.loads(data)
-    return sequence, standing, Signature(_as_tuples(tree), (TensorSpec(*spec) for spec in tensors), note)
+    """``(sequence, agreed, signature)`` of a header."""
+    sequence, agreed, tree, tensors, note = json.loads(data)
+    return sequence, agreed, Signature(_as_tuples(tree), (TensorSpec(*spec) for spec in tensors), note)
 
 
 def _as_tuples(value: Any) -> Any:
@@ -83,13 +83,13 @@ class StepShapes:
 
     messages: tuple[Signature, ...]  # in order
     number: int  # of the signature on this lane, from 1: keeps its messages apart from those of other steps
-    standing: Signature | None = field(init=False)  # the message that all of them are; None where they differ
+    agreed: Signature | None = field(init=False)  # the message that all of them are; None where they differ
     plain: Any = None  # what the end of the lane makes of it, where it is plain
 
     def __attrs_post_init__(self) -> None:
         first = self.messages[0]
         alike = all(one == first and one.gradients == first.gradients for one in self.messages)
-        self.standing = first if alike else None
+        self.agreed = first if alike else None
 
 
 class ShapeContract:
@@ -99,15 +99,15 @@ class ShapeContract:
     arrives and when it posts a receive.
     """
 
-    def __init__(self, lane: LaneSpec, mode: ShapeMode, standing: Signature | None = None) -> None:
+    def __init__(self, lane: LaneSpec, mode: ShapeMode, agreed: Signature | None = None) -> None:
         self._lane, self.mode = lane, mode
         self._table: deque[Signature] = deque()
         self._known = False
-        self.standing = standing  # of all messages from now on; None where each has its own, or none is announced yet
+        self.agreed = agreed  # of all messages from now on; None where each has its own, or none is announced yet
         self.passed: list[Signature] | None = None  # those of a step that is being learned; None in others
 
     @property
-    def stands(self) -> bool:
+    def stays(self) -> bool:
         """Whether the first header holds for all later messages."""
         return self.mode in ("agreed", "given")
 
@@ -118,16 +118,16 @@ class ShapeContract:
 
     def send(self, signature: Signature, sequence: int) -> bool:
         """Use up the announcement of message ``sequence``; return whether the message needs a header of its own."""
-        if signature is self.standing:
+        if signature is self.agreed:
             return False
         self.check(signature, sequence)
-        if self.standing is None and not self._table:
-            if self.stands:
-                self.standing = signature
+        if self.agreed is None and not self._table:
+            if self.stays:
+                self.agreed = signature
             elif self.passed is not None:
                 self.passed.append(signature)
             return True
-        announced = self.standing or self._table.popleft()
+        announced = self.agreed or self._table.popleft()
         if signature != announced:
             raise P2PMismatchError(
                 f"message {sequence} of lane {self._lane} is {signature}, but {announced} was announced to rank "
@@ -140,7 +140,7 @@ class ShapeContract:
 
         ``ahead``: messages that will be sent before it, and have used up nothing yet.
         """
-        announced = self.standing
+        announced = self.agreed
         if announced is signature:
             return
         if announced is None and len(self._table) > ahead:
@@ -153,17 +153,17 @@ class ShapeContract:
                 f"but was announced to rank {self._lane.destination} without; {self._remedy}"
             )
 
-    def announce(self, signature: Signature, *, standing: bool) -> None:
+    def announce(self, signature: Signature, *, agreed: bool) -> None:
         """Add an announced signature, of one message or of all."""
-        if standing:
-            self.standing = signature
+        if agreed:
+            self.agreed = signature
         else:
             self._table.append(signature)
 
     def receive(self) -> Signature | None:
         """Use up the announcement of the next message; None where its header has not come yet."""
-        if self.standing is not None:
-            return self.standing
+        if self.agreed is not None:
+            return self.agreed
         if not self._table:
             return None
         found = self._table.popleft()
@@ -176,13 +176,13 @@ class ShapeContract:
         self._table.clear()
         self.passed = [] if learn else None
         self._known = step is not None
-        self.standing = None if step is None else step.standing
-        if step is not None and step.standing is None:
+        self.agreed = None if step is None else step.agreed
+        if step is not None and step.agreed is None:
             self._table.extend(step.messages)
 
     def renew(self) -> None:
-        """Forget the standing signature: the next message has a header again."""
-        self.standing = None
+        """Forget the agreed signature: the next message has a header again."""
+        self.agreed = None
 
     @property
     def _remedy(self) -> str:

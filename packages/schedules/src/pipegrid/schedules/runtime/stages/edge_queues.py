@@ -68,7 +68,7 @@ class RecvQueue:
         replica: that of the other end; None is this rank's own.
         expected: the receives of the plan.
         agree: called before the first message of a step is used: raises unless the ranks that sent it run this step.
-        lends: the pieces whose buffers the plan gives back, where nothing reads them any more.
+        reusable: the pieces whose buffers the plan gives back, where nothing reads them any more.
         slots: where pieces arrive, if not in memory of a lane.
         source: the queue at the other end, of a stage on the same position.
     """
@@ -79,10 +79,10 @@ class RecvQueue:
     deadline: float | None = None
     hooks: Sequence[MessageHook] = ()
     local: bool = False
-    lends: set[int] = field(factory=set, init=False)
+    reusable: set[int] = field(factory=set, init=False)
     slots: dict[int, Slot] = field(factory=dict, init=False)
     ahead: ReceivesAhead | None = field(default=None, init=False)
-    _lent: dict[int, tuple[ReusableReceive, list[tuple[torch.Tensor, int]]]] = field(factory=dict, init=False)
+    _in_use: dict[int, tuple[ReusableReceive, list[tuple[torch.Tensor, int]]]] = field(factory=dict, init=False)
     source: SendQueue | None = field(default=None, init=False)
     replica: int | None = None
     expected: int = 0
@@ -93,7 +93,7 @@ class RecvQueue:
     def drop(self) -> None:
         """Drop what a step that failed has left."""
         self.agree = None
-        self._lent.clear()
+        self._in_use.clear()
         self._posted.clear()
         self._arrived.clear()
 
@@ -136,17 +136,17 @@ class RecvQueue:
         if self.hooks:
             for hook in self.hooks:
                 hook.completed(action)
-        if self.lends and piece in self.lends and torch.is_grad_enabled() and isinstance(handle, ReusableReceive):
+        if self.reusable and piece in self.reusable and torch.is_grad_enabled() and isinstance(handle, ReusableReceive):
             tensors = [tensor for tensor in flatten(payload) if tensor is not None]
-            self._lent[piece] = handle, [(tensor, num_holders(tensor)) for tensor in tensors]
+            self._in_use[piece] = handle, [(tensor, num_holders(tensor)) for tensor in tensors]
         return payload
 
     def give_back(self, piece: int) -> None:
         """Nothing reads what ``piece`` has received any more: another message may arrive there."""
-        lent = self._lent.pop(piece, None)
-        if lent is None:
+        in_use = self._in_use.pop(piece, None)
+        if in_use is None:
             return
-        handle, came = lent
+        handle, came = in_use
         if not any(is_shared(tensor, alone=holders) for tensor, holders in came):
             handle.release()
         elif piece in self.slots:  # something in the stage has kept it, and may keep it

@@ -16,11 +16,11 @@ from pipegrid.schedules.errors import StageOutputError
 from pipegrid.schedules.runtime.stages.offload import Offload
 from pipegrid.schedules.runtime.stages.payloads import flatten, piece_name
 from pipegrid.schedules.runtime.stages.slices import Kept, Slice
-from pipegrid.schedules.runtime.stages.stage import Stage, check_loss, modules_of, trainable
+from pipegrid.schedules.runtime.stages.stage import RuntimeStage, check_loss, modules_of, trainable
 from pipegrid.transport.protocol import Payload
 
 
-class Root(NamedTuple):
+class GradRoot(NamedTuple):
     """The start of a backward: the graph edge and the shape of an output whose tensor may be gone."""
 
     edge: GradientEdge
@@ -34,7 +34,7 @@ class InFlight(NamedTuple):
     """
 
     inputs: Sequence[Payload]  # per edge that carries a gradient back, what has come along it
-    roots: Sequence[Sequence[Root | None]]  # per edge by which a gradient comes, the starts in what has left along it
+    roots: Sequence[Sequence[GradRoot | None]]  # per edge by which a gradient comes, the starts in what left along it
     loss: torch.Tensor | None
     part: Slice | None = None
 
@@ -55,7 +55,7 @@ class ActivationsInFlight:
     """
 
     number: int
-    stage: Stage
+    stage: RuntimeStage
     num_pieces: int  # forwards of a step
     num_slices: int
     gradient_edges: Sequence[Edge]  # the outgoing ones by which gradients come
@@ -92,7 +92,7 @@ class ActivationsInFlight:
         """Keep what the backward of a forward needs; ``answered``: the payloads for which gradients come, by number."""
         if loss is not None or not payloads:  # a last stage
             check_loss(loss, self.number, piece if self.num_slices == 1 else piece_name(piece, self.num_slices))
-        roots: list[Sequence[Root | None]] = []
+        roots: list[Sequence[GradRoot | None]] = []
         for index in answered:
             payload = payloads[index]
             roots.append((_root(payload),) if isinstance(payload, torch.Tensor) else [*map(_root, flatten(payload))])
@@ -117,7 +117,7 @@ class ActivationsInFlight:
         require_splittable(path, self.number, getattr(self.stage, "model", None))
 
     def _require_root(
-        self, roots: Sequence[Sequence[Root | None]], payloads: Sequence[Payload], answered: Sequence[int]
+        self, roots: Sequence[Sequence[GradRoot | None]], payloads: Sequence[Payload], answered: Sequence[int]
     ) -> None:
         """Raise if no output of a step has a graph, although the stage has parameters to train.
 
@@ -150,11 +150,11 @@ def differentiable(payloads: Sequence[Payload]) -> list[torch.Tensor]:
     return list({id(tensor): tensor for tensor in tensors if tensor is not None and tensor.requires_grad}.values())
 
 
-def _root(tensor: torch.Tensor | None) -> Root | None:
+def _root(tensor: torch.Tensor | None) -> GradRoot | None:
     if tensor is None or not tensor.requires_grad:
         return None
     node = tensor.grad_fn
     # Before torch 2.13 the node of a Python function lives as long as the graph, which the token of its edge holds.
     if node is None or isinstance(node, BackwardCFunction):
-        return Root(get_gradient_edge(tensor), tensor.shape)
-    return Root(GradientEdge(node, tensor.output_nr), tensor.shape)
+        return GradRoot(get_gradient_edge(tensor), tensor.shape)
+    return GradRoot(GradientEdge(node, tensor.output_nr), tensor.shape)

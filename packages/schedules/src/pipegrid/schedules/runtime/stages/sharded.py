@@ -10,7 +10,7 @@ from attrs import define, field
 from pipegrid.autograd.fsdp import is_fsdp, let_plan_decide, outermost, reduce_scatter
 from pipegrid.core.errors import StepArgumentError
 from pipegrid.plans.plan import Action, ActionKind
-from pipegrid.schedules.runtime.stages.stage import Stage, modules_of
+from pipegrid.schedules.runtime.stages.stage import RuntimeStage, modules_of
 
 
 @define(eq=False)
@@ -22,7 +22,7 @@ class ShardedStage:
     """
 
     number: int
-    stage: Stage
+    stage: RuntimeStage
     reductions: int  # ``REDUCE_GRAD`` in a step
     _left: int = field(default=0, init=False)
     _modules: tuple[Any, ...] = field(default=(), init=False)

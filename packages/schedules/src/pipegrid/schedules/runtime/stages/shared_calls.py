@@ -1,4 +1,4 @@
-"""Calls of a module that serve several units: one activation, lent to each; and one gradient, the sum of theirs.
+"""Calls of a module that serve several units: one activation, shared by all; and one gradient, the sum of theirs.
 
 The queues of an edge have one payload for each call of its source. Here they are read and written by the pieces of its
 destination.
@@ -32,8 +32,8 @@ class SharedCalls:
 
 
 @define(eq=False)
-class LentQueue:
-    """A `RecvQueue` of activations, each received once and lent to the pieces of ``calls``."""
+class SharedQueue:
+    """A `RecvQueue` of activations, each received once and shared by the pieces of ``calls``."""
 
     queue: RecvQueue
     calls: SharedCalls
@@ -64,7 +64,7 @@ class LentQueue:
             # A stage on the same position may write its output again before the last piece has it.
             several = self.local and len(self.calls.pieces[call]) > 1
             self._held[call] = map_tensors(payload, _copied) if several else payload
-        payload = map_tensors(self._held[call], _lent)
+        payload = map_tensors(self._held[call], _detached)
         self._taken[call] += 1
         if self._taken[call] == len(self.calls.pieces[call]):
             del self._held[call], self._taken[call]
@@ -111,7 +111,7 @@ class SummedQueue:
             self.queue.put(call, self._sums.pop(call))
 
 
-def _lent(tensor: torch.Tensor) -> torch.Tensor:
+def _detached(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().requires_grad_(tensor.requires_grad)
 
 

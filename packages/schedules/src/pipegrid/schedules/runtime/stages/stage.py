@@ -46,7 +46,7 @@ class Forwarded:
     loss: torch.Tensor | None = None
 
 
-class Stage(Protocol):
+class RuntimeStage(Protocol):
     """The computation of one stage.
 
     With an attribute ``model`` that is a `torch.nn.Module`, errors name its submodules.
@@ -240,7 +240,7 @@ def _region(frame: FrameType | None) -> tuple[Any, ...] | None:
     return None if frame is None else frame.f_locals["args"]
 
 
-def for_another_replica(stage: Stage, forward: Callable[[], None]) -> None:
+def for_another_replica(stage: RuntimeStage, forward: Callable[[], None]) -> None:
     """``forward`` of a microbatch of another replica, after which running statistics are as before.
 
     Each replica has those of its own microbatches: else they would depend on who has died. Other buffers are the

@@ -23,11 +23,11 @@ from pipegrid.schedules.runtime.stages.edge_queues import RecvQueue, SendQueue
 from pipegrid.schedules.runtime.stages.in_flight import ActivationsInFlight, InFlight, differentiable
 from pipegrid.schedules.runtime.stages.payloads import detached, flatten, gradient_of, map_tensors, piece_name
 from pipegrid.schedules.runtime.stages.reused import copied_from, keep_own_gradients, memory_of
-from pipegrid.schedules.runtime.stages.shared_calls import LentQueue, SummedQueue
+from pipegrid.schedules.runtime.stages.shared_calls import SharedQueue, SummedQueue
 from pipegrid.schedules.runtime.stages.slices import Slice
 from pipegrid.schedules.runtime.stages.stage import (
     Forwarded,
-    Stage,
+    RuntimeStage,
     check_loss,
     error_of,
     modules_of,
@@ -56,9 +56,9 @@ class StageRunner:
     """
 
     number: int
-    stage: Stage
+    stage: RuntimeStage
     flight: ActivationsInFlight
-    arriving: Sequence[RecvQueue | LentQueue]
+    arriving: Sequence[RecvQueue | SharedQueue]
     leaving: Sequence[SendQueue]
     gradients_in: Sequence[RecvQueue]
     gradients_out: Sequence[SendQueue | SummedQueue]

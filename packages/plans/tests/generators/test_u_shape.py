@@ -137,6 +137,8 @@ def test_the_counts_at_unit_costs():
         assert counts.head_warmup == p + 1
         assert counts.tail_extra == 2 * (p - 1) // 3 + 1
     assert u_shape_counts(1).in_flight == (1,)
+    free = u_shape_counts(3, costs=Costs(F=(0.0, 1.0, 1.0, 1.0), B=(1.0,) * 4))  # heads that take no time
+    assert free.head_warmup == free.in_flight[0] == 4
 
 
 @pytest.mark.parametrize("p", range(2, 10))

@@ -11,7 +11,7 @@ from pipegrid.core.lanes import LaneSharing
 from pipegrid.core.order import ORDER_MODELS
 from pipegrid.plans import Lane, PlanError, from_text, lower, one_f_one_b, seq1f1b_interleaved, verify
 from pipegrid.plans.orders import fewest_communicators, prove_order
-from pipegrid.plans.orders.communicators import orders_on
+from pipegrid.plans.orders.communicators import _place, orders_on
 from pipegrid.plans.plan.dataflow import dataflow_of
 from plan_kit.plans import GENERATORS
 
@@ -159,3 +159,20 @@ def test_the_two_models_that_a_proof_plays_cover_all(plan, chance):
         return
     assert proof.orders == tuple(ORDER_MODELS)
     assert all(is_proved(plan, placed, model) for model in ORDER_MODELS.values())
+
+
+@given(st.data(), st.integers(1, 3))
+def test_lanes_are_placed_wherever_there_is_a_placing(data, most):
+    ends = st.tuples(st.integers(0, 2), st.integers(0, 2)).filter(lambda pair: pair[0] != pair[1])
+    lanes = data.draw(st.lists(st.builds(lambda pair: Lane(*pair, Direction.FORWARD), ends), unique=True, max_size=5))
+    pairs = [(one, other) for one in lanes for other in lanes if one < other]
+    several = st.sets(st.sampled_from(pairs), min_size=1, max_size=2).map(frozenset) if pairs else st.nothing()
+    clauses = data.draw(st.sets(several, max_size=8)) if pairs else set()
+
+    def is_right(placed):
+        apart = all(any(placed[one] != placed[other] for one, other in clause) for clause in clauses)
+        return apart and most_at_a_position(placed) <= most
+
+    placed, is_whole = _place(lanes, clauses, most)
+    assert is_whole
+    assert is_right(placed) if placed is not None else not any(map(is_right, placings(lanes)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -99,6 +100,13 @@ class Stage(nn.Module):
                 takes = ", ".join(self._flow.accepted)
                 raise CutError(f"carry has {name!r}, and the forward of {type(whole).__name__} takes {takes}")
         self.training = model.training  # of its parts each is as it was made
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Stage:
+        """A stage with modules and values of its own, as for averaged weights; it shares what the job has once."""
+        memo.update({id(one): one for one in (self.config, self.proofs, self._check)})
+        made: Stage = memo.setdefault(id(self), object.__new__(type(self)))
+        vars(made).update(copy.deepcopy(vars(self), memo))
+        return made
 
     @property
     def is_first(self) -> bool:

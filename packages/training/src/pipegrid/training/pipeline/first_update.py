@@ -95,6 +95,8 @@ class FirstUpdate:
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         del args, kwargs
+        if not self._inside:  # a closure of this step has called the one of the job that is compared
+            return
         self._inside.pop()
         if self._inside[-1:] == [optimizer]:
             return

@@ -300,12 +300,14 @@ class GivenLoss:
         """The loss, weighed among those of the step, and the one beside it; another result is a `StageOutputError`."""
         found = self._loss(output, microbatch.inputs)
         found, beside = (found.output, found.loss) if isinstance(found, WithLoss) else (found, None)
-        if isinstance(found, Tensor):
+        if isinstance(found, Tensor) and found.numel() == 1:
             weighed = self._of_mean(found, output, microbatch, counts)
-        elif isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], Tensor):
+        elif isinstance(found, tuple) and len(found) == 2 and _is_sum(found[0]) and _is_count(found[1]):
             weighed = self._of_sum(found[0], found[1], output, microbatch, counts)
         else:
-            raise StageOutputError(f"loss returned {describe(found)}; expected a mean, or (sum, count)")
+            raise StageOutputError(
+                f"loss returned {describe(found)}; expected a mean, or (sum, count), where a count needs no gradient"
+            )
         return weighed if beside is None else (weighed[0] + beside, *weighed[1:])
 
     def _of_mean(self, loss: Tensor, output: Any, microbatch: Microbatch, counts: StepCounts) -> Weighed:
@@ -397,6 +399,14 @@ class GivenLoss:
         """The result for a part of a microbatch, without the loss beside it."""
         found = self._loss(part.output, part.inputs)
         return found.output if isinstance(found, WithLoss) else found
+
+
+def _is_sum(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.numel() == 1
+
+
+def _is_count(value: Any) -> bool:
+    return not isinstance(value, Tensor) or (value.numel() == 1 and not value.requires_grad)
 
 
 def _rules_for(microbatch: Microbatch) -> tuple[int, ...]:

@@ -108,10 +108,10 @@ def largest_difference(one: Any, other: Any, rows: int) -> float | None:
 
 
 def zero_of(output: Any) -> Tensor:
-    """A loss of zero, with the gradients of zero of an output."""
+    """A loss of zero, with the gradients of zero of an output; of none of its numbers, which may be NaN."""
     tensors = [each for each in _tensors(output) if each.is_floating_point()]
     graph = [each for each in tensors if each.requires_grad]
-    return (graph or tensors)[0].flatten()[:1].sum() * 0.0
+    return max(graph or tensors, key=Tensor.dim).flatten()[:0].sum()  # a scalar may be a mean over nothing
 
 
 def mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:

@@ -225,6 +225,8 @@ class Pipeline:
         """
         if self.is_spare:
             return self._nothing()
+        if not torch.is_grad_enabled():
+            raise StepArgumentError("step() under no_grad() adds gradients all the same; evaluate() has the loss alone")
         parts = microbatches(batch, **self._cut)
         if routes is not None and self._recording is not None:
             raise StepArgumentError("record() is of a step in which replicas act alike; this one has routes")

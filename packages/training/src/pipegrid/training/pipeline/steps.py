@@ -50,6 +50,7 @@ from pipegrid.training.pipeline.first_update import FirstUpdate
 from pipegrid.training.pipeline.losses import TOLD, GivenLoss, MicrobatchLoss, OwnLoss, Told, Weighed
 from pipegrid.training.pipeline.microbatches import Microbatch, forms_of, shared_microbatches, signature
 from pipegrid.training.pipeline.modules import JobSetup, hosts_of
+from pipegrid.training.pipeline.optimizers import refuse_what_decides_alone
 from pipegrid.transport.base import Communicator
 from pipegrid.transport.collectives.small_all_gather import SmallAllGather
 from pipegrid.transport.collectives.waiting import host_collectives
@@ -74,6 +75,7 @@ class Steps:
     _unchecked: list[tuple[Tensor, StepCounts, CallMeeting]] = field(factory=list, init=False)
     _compared: bool = field(default=False, init=False)
     _gather: SmallAllGather | None = field(default=None, init=False)
+    _refusing: Any = field(default=None, init=False)  # the handle of a hook on optimizers
     _last: LastStep = field(factory=LastStep, init=False)
     _step: Callable[..., list[Any]] = field(init=False)
     _streamed: bool = field(init=False)
@@ -87,6 +89,9 @@ class Steps:
         self._step = get_forward_backward_func(schedule=job.schedule)
         self._streamed = has_streams(job.device)
         self.first = FirstStep.of(job)
+        places = {(name, place) for name, held in self.places.items() for place in held}
+        if len(places) > 1 or job.is_tensor_parallel:
+            self._refusing = refuse_what_decides_alone(job.named)
         self._set_config(job.config)
 
     def arguments(self, parts: Sequence[Mapping[str, Any]], routes: Routes | None = None) -> dict[str, Any]:
@@ -227,6 +232,8 @@ class Steps:
 
     def close(self) -> None:
         """Leave the script's optimizers alone."""
+        if self._refusing is not None:
+            self._refusing.remove()
         if self._update is not None:
             self._update.close()
 

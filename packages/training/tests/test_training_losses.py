@@ -199,6 +199,64 @@ def test_a_mean_that_no_rule_makes_is_an_error_with_the_numbers():
     assert value == pytest.approx(expected.item())
 
 
+def test_padding_in_an_entry_of_another_name_is_found_where_halves_tell_it():
+    def mean(output, batch):
+        return F.cross_entropy(output.logits, batch["y"])
+
+    logits, loss = torch.randn(8, 5), GivenLoss(mean)
+    of_halves, of_one_half = torch.tensor([-100, 1, 2, -100]), torch.tensor([-100, -100, 2, 3])
+    for some, targets in zip(logits.split(4), (of_halves, of_one_half), strict=True):
+        part = microbatch({"y": targets}, Share(), CPU)
+        counts = counted(sums_of([part]))
+        if targets is of_halves:
+            loss(SimpleNamespace(logits=some), part, counts)
+        else:
+            with pytest.raises(StageOutputError, match=r"a mean over rows is .* Return \(sum, count\)"):
+                loss(SimpleNamespace(logits=some), part, counts)
+
+
+def test_a_microbatch_without_labels_adds_nothing_where_the_model_has_a_loss_of_its_own():
+    logits, labels = drawn(3, [2, 2], padding=False)
+    labels[:2] = -100
+    loss = of_mean(tokens)
+    loss.own = tokens  # NaN there
+    require_step([loss], tokens, logits, labels, [2, 2])
+
+
+@pytest.mark.parametrize(
+    ("result", "text"),
+    [
+        (lambda each: each, r"a tensor of shape \(24,\); expected a mean"),
+        (lambda each: (each, 12), "a tuple of 2; expected a mean"),
+        (lambda each: (each.sum(), each.mean()), "where a count needs no gradient"),
+        (lambda each: (each.sum(), each.detach()), "where a count needs no gradient"),
+        (lambda each: (each.sum(), (each > 3).double().mean()), r"the count 0\.\d+ of a microbatch, and .*accuracy"),
+    ],
+    ids=["unreduced", "unreduced sum", "two losses", "many counts", "accuracy"],
+)
+def test_what_is_no_loss_is_a_typed_error(result, text):
+    logits, labels = drawn(4, [4], padding=False)
+    loss = GivenLoss(lambda output, batch: result(each_of(output.logits, batch["labels"]).flatten()))
+    with pytest.raises(StageOutputError, match=text):
+        weighed([loss], logits, labels, [4])
+
+
+def test_a_count_by_weights_is_a_count():
+    logits, labels = drawn(5, [2, 3], padding=False)
+    weights = torch.linspace(0.1, 1, 100)
+
+    def mean(logits, labels):
+        total, count = parts(logits, labels)
+        return total / count
+
+    def parts(logits, labels):
+        of_labels = weights[labels].double()
+        return (each_of(logits, labels).view(labels.shape) * of_labels).sum(), of_labels.sum()
+
+    loss = GivenLoss(lambda output, batch: parts(output.logits, batch["labels"]))
+    require_step([loss], mean, logits, labels, [2, 3])
+
+
 COUNTS = {
     "rows": lambda output, labels: len(labels),
     "labels": lambda output, labels: (labels != -100).sum(),

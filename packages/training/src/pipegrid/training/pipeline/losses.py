@@ -319,7 +319,8 @@ class GivenLoss:
             return _mean(zero_of(output), 0.0, rule, counts)
         if microbatch.pattern not in self._seen:
             self._require_of_halves(output, microbatch, _rules_for(microbatch) if self._rule is None else (rule,))
-            self._seen.add(microbatch.pattern)
+            if _tells(microbatch):
+                self._seen.add(microbatch.pattern)
         return _mean(loss, own[rule], rule, counts)
 
     def _of_sum(
@@ -328,7 +329,9 @@ class GivenLoss:
         number = torch.as_tensor(count, device=total.device).detach().double().reshape(())
         own = microbatch.counts
         if self._counted is None or not counts.alike(own, self._counted):
-            first, value = self._counted is None, number.item()
+            first, value = self._counted is None, float(number)
+            if first and not value.is_integer():
+                self._require_of_counts(output, microbatch)
             kept = range(len(NAMES)) if self._counted is None else self._counted
             self._counted = tuple([rule for rule in kept if own[rule] == value])
             if self._counted and (first or not counts.alike(own, self._counted)):
@@ -371,6 +374,21 @@ class GivenLoss:
                 "microbatches"
             )
 
+    def _require_of_counts(self, output: Any, microbatch: Microbatch) -> None:
+        """Raise where what is no whole number is a mean of those of halves, such as an accuracy, and not their sum."""
+        parts = halves(output, microbatch.inputs, microbatch.rows)
+        if parts is None:
+            return
+        with torch.no_grad(), generators_as_before():  # no gradients, and random numbers leave no trace
+            one, other, both = [float(self._of_part(part)[1]) for part in parts]
+        is_sum = abs(one + other - both) <= _CLOSE * abs(both)
+        if not is_sum and one != other and min(one, other) <= both <= max(one, other):
+            raise StageOutputError(
+                f"loss returned the count {both:.6g} of a microbatch, and {one:.6g} and {other:.6g} of its first rows "
+                "and the others. Return a mean alone, or (sum, count); other numbers, such as an accuracy, are not "
+                "part of a loss"
+            )
+
     def _counting(self, output: Any, microbatch: Microbatch, counts: StepCounts) -> tuple[int, ...]:
         """The rules that the loss follows among those with one number in this microbatch, which may be chance."""
         parts = _apart(output, microbatch, counts)
@@ -407,6 +425,14 @@ def _is_sum(value: Any) -> bool:
 
 def _is_count(value: Any) -> bool:
     return not isinstance(value, Tensor) or (value.numel() == 1 and not value.requires_grad)
+
+
+def _tells(microbatch: Microbatch) -> bool:
+    """Whether means of halves tell a mean over rows from one without padding in entries other than ``labels``."""
+    half, rest = microbatch.rows // 2, microbatch.rows - microbatch.rows // 2
+    padded = [name.removesuffix(" padded") for name in microbatch.pattern if name.endswith(" padded")]
+    entries = [microbatch.inputs[name] == IGNORED for name in padded if name != "labels"]
+    return not half or all(int(one[:half].sum()) * rest != int(one[half:].sum()) * half for one in entries)
 
 
 def _rules_for(microbatch: Microbatch) -> tuple[int, ...]:

@@ -91,7 +91,7 @@ def weighed(losses, logits, labels, sizes, beside=None):
 def outputs_of(loss, logits, labels, sizes):
     own = getattr(loss, "own", None)
     for some, given_labels in zip(logits.split(sizes), labels.split(sizes), strict=True):
-        yield SimpleNamespace(logits=some, loss=None if own is None else own(some, given_labels))
+        yield SimpleNamespace(loss=None if own is None else own(some, given_labels), logits=some)
 
 
 def own_loss(mean):

@@ -46,11 +46,10 @@ from pipegrid.training.pipeline import losses
 from pipegrid.training.pipeline.counts import MICROBATCHES, CallMeeting, StepCounts, sums_of
 from pipegrid.training.pipeline.exchange import RankExchange
 from pipegrid.training.pipeline.first_step import FirstStep
-from pipegrid.training.pipeline.first_update import FirstUpdate
+from pipegrid.training.pipeline.first_update import FirstUpdate, refuse_what_decides_alone
 from pipegrid.training.pipeline.losses import TOLD, GivenLoss, MicrobatchLoss, OwnLoss, Told, Weighed
 from pipegrid.training.pipeline.microbatches import Microbatch, forms_of, shared_microbatches, signature
 from pipegrid.training.pipeline.modules import JobSetup, hosts_of
-from pipegrid.training.pipeline.optimizers import refuse_what_decides_alone
 from pipegrid.transport.base import Communicator
 from pipegrid.transport.collectives.small_all_gather import SmallAllGather
 from pipegrid.transport.collectives.waiting import host_collectives

@@ -298,6 +298,20 @@ def test_ranks_that_save_or_load_hear_of_each_other_each_half_second(ranks, monk
     assert [*set(pauses)] == [pytest.approx(pause)]
 
 
+@pytest.mark.ranks(2)
+def test_an_interrupted_rank_waits_for_no_other(ranks):
+    ranks_that_save = job.CheckpointRanks(None, timedelta(seconds=60), 30.0, None)
+    began = time.monotonic()
+    if ranks.rank == 0:
+        with pytest.raises(KeyboardInterrupt), ranks_that_save.calling("save()"):
+            raise KeyboardInterrupt
+        assert time.monotonic() - began < 15
+    ranks.barrier()
+    if ranks.rank == 1:
+        with pytest.raises(CheckpointError), ranks_that_save.calling("save()"):
+            ranks_that_save.gather(1)
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("seed", range(10))
 def test_a_process_killed_at_a_random_time_leaves_a_good_checkpoint(tmp_path, seed):

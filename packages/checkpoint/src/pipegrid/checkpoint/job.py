@@ -77,11 +77,15 @@ class CheckpointRanks:
         try:
             yield
         except BaseException as error:
-            shared = isinstance(error, CheckpointError) and not isinstance(error.__cause__, RuntimeError)
-            if self.group is not None and not shared:  # the others do not know of it, and would wait for this rank
-                cut_all_connections(self.group)
-            if self._lost is not None and isinstance(error, RuntimeError):
-                raise CheckpointError(str(self._lost)) from error
+            shared, lost = (
+                isinstance(error, CheckpointError) and not isinstance(error.__cause__, RuntimeError),
+                self._lost,
+            )
+            if not shared:  # the others do not know of it, and would wait for this rank; nor does it wait for them
+                for group in self.groups:
+                    cut_all_connections(group)
+            if lost is not None and isinstance(error, RuntimeError):
+                raise CheckpointError(str(lost)) from error
             raise
         finally:
             left.set()

@@ -77,10 +77,8 @@ class CheckpointRanks:
         try:
             yield
         except BaseException as error:
-            shared, lost = (
-                isinstance(error, CheckpointError) and not isinstance(error.__cause__, RuntimeError),
-                self._lost,
-            )
+            shared = isinstance(error, CheckpointError) and not isinstance(error.__cause__, RuntimeError)
+            lost = self._lost  # before the cut, by which ranks are lost as well
             if not shared:  # the others do not know of it, and would wait for this rank; nor does it wait for them
                 for group in self.groups:
                     cut_all_connections(group)

@@ -30,7 +30,7 @@ from pipegrid.training.pipeline.one_process import are_equal
 from pipegrid.transport.collectives.differences import listed
 
 _SOON = 4  # steps
-_STEPS_OPTIMIZERS = GradScaler._maybe_opt_step.__code__  # noqa: SLF001 (the frame that says who steps an optimizer)
+_STEPS_OPTIMIZERS = GradScaler.step.__code__  # the frame of a scaler that steps an optimizer
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 

@@ -272,12 +272,16 @@ def test_under_another_launcher_there_is_no_store_and_nothing_to_stop(monkeypatc
     torchelastic.stop_restarts()
 
 
-@pytest.mark.parametrize(("count", "local_rank", "told"), [("0", "0", True), ("2", "0", False), ("0", "1", False)])
-def test_the_first_rank_of_a_node_ends_torchrun_where_a_restart_is_left(monkeypatch, count, local_rank, told):
+@pytest.mark.parametrize(
+    ("count", "local_rank", "parent", "told"),
+    [("0", "0", 4711, True), ("2", "0", 4711, False), ("0", "1", 4711, False), ("0", "0", 1, False)],
+)
+def test_the_first_rank_of_a_node_ends_torchrun_where_a_restart_is_left(monkeypatch, count, local_rank, parent, told):
     killed = []
+    monkeypatch.setattr(os, "getppid", lambda: parent)  # 1 where torchrun has ended
     monkeypatch.setattr(os, "kill", lambda *arguments: killed.append(arguments))
     for name, value in (("RESTART_COUNT", count), ("MAX_RESTARTS", "2")):
         monkeypatch.setenv(f"TORCHELASTIC_{name}", value)
     monkeypatch.setenv("LOCAL_RANK", local_rank)
     torchelastic.stop_restarts()
-    assert killed == ([(os.getppid(), signal.SIGTERM)] if told else [])
+    assert killed == ([(parent, signal.SIGTERM)] if told else [])

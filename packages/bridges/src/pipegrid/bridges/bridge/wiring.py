@@ -102,9 +102,10 @@ class BridgeWiring:
             return None
         copies = self.copies(Direction.FORWARD)
         leader = copies[0]
-        heard = routes(self.src, self.dst, self.axes, strategy="leader", rank=leader)
-        passes_on = len(copies) > 1 and any(there == leader != here for here, there in heard)
-        return leader if passes_on else None
+        pairs = routes(self.src, self.dst, self.axes, strategy="leader", rank=leader)
+        held = (self.src.classes[self.src.class_of(here)] for here, there in pairs if there == leader)
+        # What all copies hold themselves needs no leader; of the rest it alone hears, from itself where it is a source.
+        return leader if len(copies) > 1 and any(not set(copies) <= set(ranks) for ranks in held) else None
 
 
 @frozen(slots=False)

@@ -119,6 +119,16 @@ def test_sizes_may_change_and_lanes_may_be_uneven_or_empty(strategy):
     bridge.destroy()
 
 
+@pytest.mark.parametrize("shapes", ["fixed", "variable"])
+@pytest.mark.ranks(3)
+def test_a_leader_that_is_the_source_itself_passes_the_sizes_on(shapes):
+    bridge = whole_world(grid(dp=1), grid(tp=3), shapes=shapes, strategy="leader")
+    plan = plan_reshard(bridge.src, bridge.dst, Sizes((2, 4, 6), axes=bridge.axes))
+    for microbatch in range(2):
+        round_trip(bridge, plan, seed=microbatch)
+    bridge.destroy()
+
+
 @pytest.mark.ranks(4)
 def test_packed_samples_are_cut_between_samples_and_inside_by_cp():
     bridge = whole_world(grid(dp=2), grid(2, cp=2), shapes="variable", tensor_ndim=2)
@@ -149,6 +159,15 @@ def test_lanes_have_the_samples_that_lane_samples_says():
     if bridge.is_source:  # of 10 samples lane 1 has 3 to 6, and so from both source replicas
         with pytest.raises(BridgeError, match=r"a batch of 10.*\(3, 3, 2, 2\).*src_lanes=\(5, 5\) and dest_lanes"):
             bridge.send_forward(torch.zeros(5, 1, 1))
+    bridge.destroy()
+    bridge = whole_world(grid(dp=2), grid(2, dp=3), label="unequal")
+    if bridge.is_source:  # 2 samples and 1: each rank takes the other's to be like its own
+        bridge.send_forward(torch.zeros(2 - rank, 1, 1))
+    if rank == 3:  # the one that hears of both
+        with pytest.raises(BridgeError, match=r"a batch of 3.*\(1, 1, 1\).*src_lanes=\(2, 1\) and dest_lanes"):
+            bridge.recv_forward()
+    elif bridge.is_destination:
+        bridge.recv_forward()
     bridge.destroy()
     for batch, lanes in ((10, {"src_lanes": (5, 5), "dest_lanes": (3, 3, 2, 2)}), (5, {"src_lanes": (3, 2)}), (8, {})):
         bridge = whole_world(src, dst, label=str(batch), **lanes)

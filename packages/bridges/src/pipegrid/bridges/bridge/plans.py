@@ -97,17 +97,17 @@ def lane_size(side: Side, axes: AxisNames, announced: Announcement) -> LaneSize:
     return LaneSize(units, announced.samples, tuple(extents))
 
 
-def cuts_by_lane(rows: int, lanes: int, parts: int) -> tuple[int, ...]:
-    """Bounds of the blocks of ``parts`` destination replicas, where each source replica, of ``rows``, is cut alone.
+def cuts_by_lane(rows: Sequence[int], parts: int) -> tuple[int, ...]:
+    """Bounds of the blocks of ``parts`` destination replicas, where each source replica, of its ``rows``, is cut alone.
 
     Those of `pipegrid.topology.replica_bounds`, unless one of these begins in one source replica and ends in the next.
     """
-    bounds = []
+    bounds, lanes = [], len(rows)
     for part in range(parts):
         lane, rest = divmod(part * lanes, parts)
-        inside = cuts_of_lane(rows, lane, lanes, parts)[Fraction(part, parts)] if rest else 0
-        bounds.append(lane * rows + inside)
-    return (*bounds, lanes * rows)
+        inside = cuts_of_lane(rows[lane], lane, lanes, parts)[Fraction(part, parts)] if rest else 0
+        bounds.append(sum(rows[:lane]) + inside)
+    return (*bounds, sum(rows))
 
 
 def sizes_of(src: Side, axes: AxisNames, lanes: Mapping[int, LaneSize]) -> Sizes:
@@ -194,7 +194,7 @@ class ShapePlans:
                 partial sums are of a dtype that is not added up.
             BridgeError: fixed shapes, and replicas of this size give a destination replica other samples than its own.
         """
-        src, dst, axes, rank = self.wiring.src, self.wiring.dst, self.wiring.axes, self.wiring.rank
+        src, axes, rank = self.wiring.src, self.wiring.axes, self.wiring.rank
         if self.wiring.reductions:
             require_summed(getattr(torch, announced.dtype), self.name)
         batch, size, lane = batch_axis(axes), lane_size(src, axes, announced), src.lane_of(rank)
@@ -202,15 +202,9 @@ class ShapePlans:
         whole: list[int | None] = list(size.extents)
         whole[batch] = None
         if announced.samples is None and weights[lane]:
-            rows, lanes, parts = announced.shape[batch], src.num_lanes, dst.num_lanes
+            rows = announced.shape[batch]
             whole[batch] = rows * sum(weights) // weights[lane]
-            fixed = not (self.variable or src.lane_weights or dst.lane_weights)
-            if fixed and cuts_by_lane(rows, lanes, parts) != replica_bounds(lanes * rows, parts):
-                taken = replica_sizes(lanes * rows, parts)
-                raise BridgeError(
-                    f"{self.name}: a batch of {lanes * rows} gives replicas of {taken}, some from two source replicas; "
-                    f"declare src_lanes={(rows,) * lanes} and dest_lanes={taken}"
-                )
+            self._require_contract((rows,) * src.num_lanes)
         for axis, (extent, declared) in enumerate(zip(whole, self.shape or (), strict=False)):
             if declared is not None and extent is not None and extent != declared:
                 raise ShapeError(
@@ -223,6 +217,18 @@ class ShapePlans:
                 f"{self.name}: {announced} of rank {rank} is no part, which is {plans.forward_part.source_shape}"
             )
         return plans
+
+    def _require_contract(self, rows: tuple[int, ...]) -> None:
+        """`BridgeError` where undeclared source replicas of ``rows`` give the destination samples that are not its."""
+        src, dst = self.wiring.src, self.wiring.dst
+        if self.variable or src.lane_weights or dst.lane_weights:
+            return
+        if cuts_by_lane(rows, dst.num_lanes) != replica_bounds(sum(rows), dst.num_lanes):
+            taken = replica_sizes(sum(rows), dst.num_lanes)
+            raise BridgeError(
+                f"{self.name}: a batch of {sum(rows)} gives replicas of {taken}, some from two source replicas; "
+                f"declare src_lanes={rows} and dest_lanes={taken}"
+            )
 
     def plans(self, announced: Mapping[int, Announcement]) -> PlanPair:
         """Plans for what some source ranks have announced; `ShapeError` where they differ in more than the batch."""
@@ -238,6 +244,8 @@ class ShapePlans:
                     f"{self.name}: ranks of lane {lane} of {src.name!r} send different parts: rank {rank} {size}, "
                     f"another {lanes[lane]}"
                 )
+        if len(lanes) == src.num_lanes and all(size.samples is None for size in lanes.values()):
+            self._require_contract(tuple(lanes[lane].units for lane in range(src.num_lanes)))
         dtypes = {one.dtype for _, one in announced}
         if len(dtypes) != 1:
             raise ShapeError(f"{self.name}: source ranks send different dtypes: {sorted(dtypes)}")

@@ -84,11 +84,17 @@ def test_below_the_replanned_numbers_a_death_is_a_restart():
         evolve(given, replanned=Throughput({4: 2.0}, 1))
 
 
-def test_a_table_has_no_grids_to_reroute_on(tmp_path, capsys):
+def test_a_table_has_no_grids_to_reroute_on_and_is_not_planned(tmp_path, capsys):
     path = tmp_path / "throughput.toml"
     path.write_text("batch = 800\n[throughput]\n8 = 80\n")
     assert main([str(path), "--mtbf", "12h", "--restart", "5m", "--checkpoint", "20s", "--reroute"]) == 2
     assert "--reroute is for a job" in capsys.readouterr().err
+    for unused in (
+        ["--nodes", "99"],
+        ["--memory", "80GB"],
+    ):  # the figures would be those of other nodes than were asked for
+        assert main([str(path), "--mtbf", "12h", "--restart", "5m", "--checkpoint", "20s", *unused]) == 2
+        assert "--nodes and --memory are of a job that is planned" in capsys.readouterr().err
 
 
 def test_the_command_line_reroutes(tmp_path, capsys):

@@ -48,6 +48,8 @@ def run(arguments: argparse.Namespace) -> None:
 def throughput_of(text: str, form: Form, *, arguments: argparse.Namespace) -> Throughput:
     """The throughput in a file, or that of the job in it, planned."""
     if "throughput" in parse_document(text, form):
+        if arguments.nodes is not None or arguments.memory is not None:
+            raise JobError("--nodes and --memory are of a job that is planned; the file is a table of throughput")
         return parse_throughput(text, form)
     job = parse_job(text, form)
     if arguments.nodes is None:
@@ -68,7 +70,7 @@ def parser() -> argparse.ArgumentParser:
     """The command line."""
     failing = Parser(prog="python -m pipegrid.goodput", description=__doc__)
     failing.add_argument("job", type=Path, help="a job file, or a file with samples per second by number of nodes")
-    failing.add_argument("--nodes", type=int, help="of a job file's job; a table has its own")
+    failing.add_argument("--nodes", type=int, help="of a job file's job")
     failing.add_argument("--memory", help="of a GPU, such as 80GB; by default the job's own")
     failing.add_argument("--limit", type=int, default=200, help="candidates that are simulated for a number of nodes")
     when = failing.add_mutually_exclusive_group(required=True)

@@ -88,10 +88,17 @@ FORMS = {
         1,
         lambda p: p - 1,
         lambda p, m: m % p == 0,
-        lambda p, m: min(m, 2 * p - 1) if m % p == 0 else None,
+        lambda p, m: min(m, p) if m % p == 0 else None,
     ),
     "interleaved_zero_bubble v2": Form(
         interleaved_zero_bubble,
+        2,
+        lambda p: (p - 1) / 2,
+        lambda p, m: m % p == 0,
+        lambda p, m: min(m, p) if m % p == 0 else None,
+    ),
+    "interleaved_zero_bubble v2 for slow links": Form(
+        lambda p, m: interleaved_zero_bubble(p, m, warmup_per_hop=2),
         2,
         lambda p: (p - 1) / 2,
         lambda p, m: m % p == 0,

@@ -159,21 +159,34 @@ def test_interleaving_divides_the_bubble(chunks):
             assert times(forward_only(p, m, num_chunks=chunks))[0] == pytest.approx(m + (p - 1) / chunks)
 
 
-@pytest.mark.parametrize("delayed", [False, True])
-def test_split_interleaving_takes_any_group_size_uneven_rounds_and_extra_warmup(delayed):
+@pytest.mark.parametrize("options", [{"delayed": False}, {}, {"warmup_per_hop": 2}], ids=str)
+def test_split_interleaving_takes_any_group_size_uneven_rounds_and_extra_warmup(options):
     for p, m, chunks, extra in itertools.product((1, 2, 3), (1, 2, 5), (1, 2, 3), (0, 2)):
         for group_size in (1, p, p + 1):
             for missing in {0, p - 1}:
                 shape = {"num_chunks": chunks, "group_size": group_size, "num_stages": p * chunks - missing}
-                plan = interleaved_zero_bubble(p, m, **shape, extra_warmup=extra, delayed=delayed)
+                plan = interleaved_zero_bubble(p, m, **shape, extra_warmup=extra, **options)
                 whole = interleaved_1f1b(p, m, **shape, extra_warmup=extra)
                 verify(plan)
-                if not missing and (group_size == p or not delayed):
+                if not missing and (group_size == p or "delayed" in options):
                     assert peak(plan) <= peak(whole) + 1e-9
                 for position in range(p):
                     assert [a for a in plan.actions(position) if a.kind is ActionKind.F] == [
                         a for a in whole.actions(position) if a.kind is ActionKind.F
                     ]
+
+
+def test_a_hop_of_split_interleaving_has_one_forward_or_two():
+    with pytest.raises(PlanError, match="warmup_per_hop is 3; it must be 1 or 2"):
+        interleaved_zero_bubble(2, 4, warmup_per_hop=3)
+
+
+def test_split_interleaving_of_one_chunk_is_zb_h1_and_of_any_number_has_the_memory_of_1f1b():
+    for p, m in SOME_SHAPES:
+        assert interleaved_zero_bubble(p, m, num_chunks=1) == zero_bubble_h1(p, m)
+        for chunks in (2, 3):
+            if m % p == 0:
+                assert peak(interleaved_zero_bubble(p, m, num_chunks=chunks)) == pytest.approx(min(m, p))
 
 
 def test_a_weight_half_that_is_not_delayed_follows_its_input_half():

@@ -13,7 +13,18 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, schedules
 
 from pipegrid.core.order import ORDER_MODELS
-from pipegrid.plans import ActionKind, from_csv, lower, one_f_one_b, to_torch, v_half
+from pipegrid.plans import (
+    ActionKind,
+    actions_of,
+    dualpipe_v,
+    from_csv,
+    interleaved_zero_bubble,
+    lower,
+    one_f_one_b,
+    to_torch,
+    v_half,
+    zero_bubble_v,
+)
 from pipegrid.plans.orders import Launch, orders_of_plan, orders_of_torch, plan_of_torch, prove_order
 from pipegrid.schedules import PlanError, interleaved_1f1b, to_csv, torch_schedule, verify
 from pipegrid.schedules.__main__ import main
@@ -34,7 +45,7 @@ def one_of_four():
     dist.destroy_process_group()
 
 
-def made(name, **options):
+def made(name, microbatches=MICROBATCHES, **options):
     stages = {**dict.fromkeys(LOOPED, (0, RANKS)), **dict.fromkeys(V_SHAPED, (0, 2 * RANKS - 1))}.get(name, (0,))
     count = RANKS * len(stages)
     own = [
@@ -49,7 +60,7 @@ def made(name, **options):
         for stage in stages
     ]
     schedule = getattr(schedules, name)
-    return schedule(own if len(own) > 1 else own[0], MICROBATCHES, loss_fn=lambda y, _: y.sum(), **options)
+    return schedule(own if len(own) > 1 else own[0], microbatches, loss_fn=lambda y, _: y.sum(), **options)
 
 
 @pytest.mark.parametrize("name", LOOPED + V_SHAPED)
@@ -63,6 +74,32 @@ def test_a_schedule_of_several_stages_is_proved_with_the_messages_that_it_has(on
         prove_order(orders_of_plan(plan), model, drains=True)
         prove_order(orders_of_torch(schedule), model, drains=True)
         prove_order(orders_of_torch(schedule, batched=False), model, drains=True)
+
+
+def round_of(microbatches):
+    """The microbatches that pass through a chunk before the next one's turn, as torch divides them."""
+    return microbatches // max(1, microbatches // RANKS)
+
+
+OF_THE_SAME_NAME = {
+    "ScheduleInterleaved1F1B": lambda m: interleaved_1f1b(RANKS, m, group_size=round_of(m)),
+    "ScheduleInterleavedZeroBubble": lambda m: interleaved_zero_bubble(RANKS, m, group_size=round_of(m)),
+    "ScheduleZBVZeroBubble": lambda m: zero_bubble_v(RANKS, m),
+    "ScheduleDualPipeV": lambda m: dualpipe_v(RANKS, m, overlap=True),
+}
+
+
+@pytest.mark.parametrize("name", OF_THE_SAME_NAME)
+def test_a_named_schedule_has_the_computes_of_torchs_class_action_by_action(one_of_four, name):
+    for microbatches in (1, 3, 4, 5, 6, 8, 9, 10, 13, 16):
+        if name == "ScheduleDualPipeV" and microbatches < 2 * RANKS:
+            continue  # torch refuses it, and rounds that are not equal
+        if name in LOOPED and microbatches % round_of(microbatches):
+            continue
+        theirs, ours = plan_of_torch(made(name, microbatches)), OF_THE_SAME_NAME[name](microbatches)
+        for rank, steps in enumerate(theirs.positions):
+            computes = [step for step in steps if all(action.kind.is_compute for action in actions_of(step))]
+            assert computes == list(ours.positions[rank]), (microbatches, rank)
 
 
 def waits_of(orders):

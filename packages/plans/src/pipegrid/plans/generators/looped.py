@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from typing import Literal
 
 from attrs import evolve
 
@@ -48,6 +49,29 @@ def interleaved_1f1b(
         >>> [round(simulate(schedule(4, 8)).bubble(), 3) for schedule in schedules]
         [0.158, 0.059, 0.158]
     """
+    return _interleaved(
+        num_positions,
+        num_microbatches,
+        num_chunks=num_chunks,
+        group_size=group_size,
+        num_stages=num_stages,
+        extra_warmup=extra_warmup + overlap,  # a pair's forward is not the one that its backward needs
+        overlap=overlap,
+    )
+
+
+def _interleaved(
+    num_positions: int,
+    num_microbatches: int,
+    *,
+    num_chunks: int,
+    group_size: int | None,
+    num_stages: int | None,
+    extra_warmup: int,
+    warmup_per_hop: int = 2,
+    overlap: bool = False,
+) -> Plan:
+    """The plan of `interleaved_1f1b`; a position has ``warmup_per_hop`` warmup forwards more than the one after it."""
     stages = _num_stages(num_positions, num_chunks, num_stages)
     size = num_positions if group_size is None else group_size
     forwards: list[tuple[int, int]] = []  # (chunk, microbatch); a microbatch that does not exist is a gap
@@ -58,12 +82,11 @@ def interleaved_1f1b(
         group = [first + slot if slot < real else num_microbatches for slot in range(width)]
         forwards += [(chunk, m) for chunk in range(num_chunks) for m in group]
         backwards += [(chunk, m) for chunk in reversed(range(num_chunks)) for m in group]
-    # The first backward's chunk comes last; a pair's forward is not the one that its backward needs.
-    between = (num_chunks - 1) * max(size, num_positions) + extra_warmup + overlap
+    between = (num_chunks - 1) * max(size, num_positions) + extra_warmup  # the first backward's chunk comes last
 
     def order(position: int) -> Steps:
         """Warmup, steady and cooldown over the table of chunks."""
-        warmup = min(2 * (num_positions - position - 1) + between, len(forwards))
+        warmup = min(warmup_per_hop * (num_positions - position - 1) + between, len(forwards))
         steps: Steps = []
         for index in range(len(forwards) + warmup):
             passes = [(forward, *forwards[index])] if index < len(forwards) else []
@@ -89,30 +112,36 @@ def interleaved_zero_bubble(
     num_stages: Count | None = None,
     extra_warmup: Index = 0,
     delayed: bool = True,
+    warmup_per_hop: Literal[1, 2] | None = None,
 ) -> Plan:
-    """`interleaved_1f1b` with its backwards split: the gradient leaves after ``I``, and a ``W`` runs while it travels.
+    """ZB-H1 over chunks: the gradient leaves after ``I``, and a ``W`` runs while it travels.
 
-    Bubble ``(P-1)(F+I-W)/V`` for ``group_size`` P, M a multiple of it and W of at most F and I; the memory is that of
-    `interleaved_1f1b`, for position p is p weight halves behind and holds 2p chunks less in its warmup. In capitals
-    the first chunk of two::
+    Bubble ``(P-1)(F+I-W)/V`` for ``group_size`` P, M a multiple of it and W of at most F and I, at the memory of 1F1B:
+    at most P microbatches live on every position, since position p is p weight halves behind. One chunk is
+    `zero_bubble_h1`. In capitals the first chunk of two::
 
         0: F0 F1 F2 f0 f1 f2 .  .  i0 w0 i1 w1 i2 w2 I0 W0 I1 W1 I2 W2
-        1: .  F0 F1 F2 f0 f1 f2 i0 .  i1 w0 i2 w1 I0 w2 I1 W0 I2 W1 W2
+        1: .  F0 F1 F2 f0 f1 .  i0 f2 i1 w0 i2 w1 I0 w2 I1 W0 I2 W1 W2
         2: .  .  F0 F1 F2 f0 i0 f1 i1 f2 i2 w0 I0 w1 I1 w2 I2 W0 W1 W2
 
-    ``delayed=False`` runs each ``W`` right after its own ``I``, and the bubble is ``(P-1)(F+I)/V``. With
-    ``extra_warmup`` too, that is the schedule of Kimi K2. The other arguments are those of `interleaved_1f1b`.
+    ``warmup_per_hop``: the warmup forwards that a position has more than the one after it, here 1. With 2, as in
+    `interleaved_1f1b`, each hop has the time of a chunk to hide a slow link, and at most ``(2(P-1) + (V-1)N + 1)/V``
+    are live. ``delayed=False`` runs each ``W`` right after its own ``I``, with 2 a hop, and the bubble is
+    ``(P-1)(F+I)/V``; with ``extra_warmup`` too, that is the schedule of Kimi K2. The other arguments are those of
+    `interleaved_1f1b`.
 
-    Source: Kimi Team 2025, "Kimi K2: Open Agentic Intelligence", section 2.4.2 (the weight gradient decoupled from
-    each backward, beside its communication); the delay as Qi et al. 2023, section 2.1 (ZB-H1).
+    Source: Qi et al. 2023, "Zero Bubble Pipeline Parallelism", section 2.1 (ZB-H1), over the chunks of
+    `interleaved_1f1b`, as torch's ``ScheduleInterleavedZeroBubble``; Kimi Team 2025, "Kimi K2: Open Agentic
+    Intelligence", section 2.4.2 (the weight gradient decoupled from each backward, beside its communication).
     """
-    whole = interleaved_1f1b(
+    whole = _interleaved(
         num_positions,
         num_microbatches,
         num_chunks=num_chunks,
         group_size=group_size,
         num_stages=num_stages,
         extra_warmup=extra_warmup,
+        warmup_per_hop=warmup_per_hop or (1 if delayed else 2),
     )
 
     def order(position: int) -> Order:
@@ -144,7 +173,7 @@ def looped_bfs(
         1: .  F0 F1 F2 f0 f1 f2 b0 -- b1 -- b2 -- B0 -- B1 -- B2 -- .  .
 
     Source: Lamy-Poirier 2023, "Breadth-First Pipeline Parallelism", section 4. Backwards run in the order of
-    the forwards. ``num_stages`` as in `interleaved_1f1b`.
+    the forwards (in torch's ``ScheduleLoopedBFS`` in reverse). ``num_stages`` as in `interleaved_1f1b`.
     """
     stages = _num_stages(num_positions, num_chunks, num_stages)
     microbatches = range(num_microbatches)

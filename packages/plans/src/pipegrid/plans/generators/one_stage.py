@@ -23,7 +23,7 @@ def gpipe(num_positions: Count, num_microbatches: Count) -> Plan:
         2: .  .  F0 F1 F2 F3 B0 -- B1 -- B2 -- B3 -- .  .  .  .
 
     Source: Huang et al. 2019, "GPipe: Efficient Training of Giant Neural Networks using Pipeline
-    Parallelism", section 2.3, figure 2 (c). Backwards run in the order of the forwards.
+    Parallelism", section 2.3, figure 2 (c). Backwards run in the order of the forwards (in that figure in reverse).
     """
     microbatches = range(num_microbatches)
 

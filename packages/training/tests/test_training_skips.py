@@ -240,9 +240,9 @@ def next_words(output, batch):
     ("schedule", "layout"),
     [
         ("1f1b", "Et|t|tt|ttttL"),
-        ("interleaved_1f1b", "Et|t|t|t|t|t|t|tL"),
-        ("zero_bubble_v", "Et|t|t|t|t|t|t|tL"),
-        ("dualpipe_v", "E|t|t|tt|t|t|t|tL"),
+        pytest.param("interleaved_1f1b", "Et|t|t|t|t|t|t|tL", marks=pytest.mark.thorough),
+        pytest.param("zero_bubble_v", "Et|t|t|t|t|t|t|tL", marks=pytest.mark.thorough),
+        pytest.param("dualpipe_v", "E|t|t|tt|t|t|t|tL", marks=pytest.mark.thorough),
     ],
 )
 def test_vision_and_language_with_features_for_the_layers_of_later_stages(ranks, schedule, layout):

@@ -270,20 +270,22 @@ def _is_plain(value: Any) -> bool:
     return value is None or type(value) in (bool, int, float, str)
 
 
-def refuse_what_decides_alone(named: Callable[[], Iterable[tuple[str, nn.Parameter]]]) -> Any:
-    """Look at each optimizer of parameters in ``named`` as it steps first; returns the handle of the hook.
+def refuse_what_decides_alone(named: Callable[[], Iterable[tuple[str, nn.Parameter]]]) -> tuple[Any, set[int]]:
+    """Look at each optimizer of parameters in ``named`` as it steps first.
 
     The hook raises `StepArgumentError`, before a parameter changes, for `torch.optim.LBFGS`, and for what a
     `torch.amp.GradScaler` steps that looks for overflows on its own rank (`ShardedGradScaler` looks on all of a group).
+    Returns its handle, and the ids of the parameters that have been in no optimizer yet.
     """
-    seen = weakref.WeakSet[Optimizer]()
+    seen, left = weakref.WeakSet[Optimizer](), {id(one) for _, one in named()}
 
     def look(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         del args, kwargs
         if optimizer in seen:
             return
         own = {id(one) for _, one in named()}
-        if not any(id(one) in own for group in optimizer.param_groups for one in group["params"]):
+        held = {id(one) for group in optimizer.param_groups for one in group["params"]} & own
+        if not held:
             return
         if isinstance(optimizer, LBFGS):
             raise StepArgumentError(
@@ -297,8 +299,9 @@ def refuse_what_decides_alone(named: Callable[[], Iterable[tuple[str, nn.Paramet
                 "true; it looks at all ranks"
             )
         seen.add(optimizer)
+        left.difference_update(held)
 
-    return register_optimizer_step_pre_hook(look)
+    return register_optimizer_step_pre_hook(look), left
 
 
 def _scales_alone() -> bool:

@@ -74,7 +74,7 @@ class Steps:
     _unchecked: list[tuple[Tensor, StepCounts, CallMeeting]] = field(factory=list, init=False)
     _compared: bool = field(default=False, init=False)
     _gather: SmallAllGather | None = field(default=None, init=False)
-    _refusing: Any = field(default=None, init=False)  # the handle of a hook on optimizers
+    _refusing: tuple[Any, set[int]] | None = field(default=None, init=False)  # of `refuse_what_decides_alone`
     _last: LastStep = field(factory=LastStep, init=False)
     _step: Callable[..., list[Any]] = field(init=False)
     _streamed: bool = field(init=False)
@@ -192,6 +192,8 @@ class Steps:
         """Compare the first update, once some rank has one."""
         if self._update is not None and meeting.ready:
             update, self._update = self._update, None
+            if self._refusing is not None and not self._refusing[1]:  # all have been seen: a later step calls no hook
+                self._refusing[0].remove()
             update.compare()
 
     def _find_skips(self, read: Mapping[str, Sequence[Any]]) -> bool:
@@ -232,7 +234,7 @@ class Steps:
     def close(self) -> None:
         """Leave the script's optimizers alone."""
         if self._refusing is not None:
-            self._refusing.remove()
+            self._refusing[0].remove()
         if self._update is not None:
             self._update.close()
 

@@ -1,6 +1,8 @@
-"""Optimizers and scripts around a step: what decides by the whole model is refused, and what does not is right."""
+"""Optimizers around a step: those that need gradients of other ranks are errors, others update as in one process."""
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -128,3 +130,14 @@ def test_a_step_without_gradients_is_an_error_and_evaluation_is_none(ranks):
         with torch.no_grad():
             assert pipeline.evaluate({"ids": IDS}).isfinite()
         assert pipeline.step({"ids": IDS}).isfinite()
+
+
+@pytest.mark.ranks(2)
+def test_a_pipeline_that_is_dropped_without_an_end_is_not_kept_by_its_hook(ranks):
+    pipeline = job(config=PipelineConfig(variable_seq_lengths=True, check=False), num_microbatches=2)
+    gone = [weakref.ref(stage) for stage in pipeline.stages["model"]]
+    pipeline.step({"ids": IDS})
+    ranks.barrier()
+    del pipeline
+    gc.collect()
+    assert [one() for one in gone] == [None]

@@ -93,7 +93,7 @@ OF_THE_SAME_NAME = {
 def test_a_named_schedule_has_the_computes_of_torchs_class_action_by_action(one_of_four, name):
     for microbatches in (1, 3, 4, 5, 6, 8, 9, 10, 13, 16):
         if name == "ScheduleDualPipeV" and microbatches < 2 * RANKS:
-            continue  # torch refuses it, and rounds that are not equal
+            continue  # fewer than torch's class takes
         if name in LOOPED and microbatches % round_of(microbatches):
             continue
         theirs, ours = plan_of_torch(made(name, microbatches)), OF_THE_SAME_NAME[name](microbatches)

@@ -276,7 +276,7 @@ class Monitor:
                 self._calls.start(self._unbounded.tidy)  # for which no step waits
 
     def _require_announced(self, now: float) -> None:
-        """Abort this rank's transfers if the store has refused the announcement of the step, or its answer is late.
+        """Abort this rank's transfers where the announcement of the step has failed, or the store's answer is late.
 
         ``now``: in `time.monotonic` seconds.
         """

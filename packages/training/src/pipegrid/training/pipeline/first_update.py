@@ -13,6 +13,7 @@ import sys
 import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
@@ -270,22 +271,23 @@ def _is_plain(value: Any) -> bool:
     return value is None or type(value) in (bool, int, float, str)
 
 
-def refuse_what_decides_alone(named: Callable[[], Iterable[tuple[str, nn.Parameter]]]) -> tuple[Any, set[int]]:
-    """Look at each optimizer of parameters in ``named`` as it steps first.
+def refuse_what_decides_alone(stages: Iterable[nn.Module]) -> tuple[Any, set[int]]:
+    """Look at each optimizer of parameters of ``stages``, which it does not keep alive, as it steps first.
 
     The hook raises `StepArgumentError`, before a parameter changes, for `torch.optim.LBFGS`, and for what a
     `torch.amp.GradScaler` steps that looks for overflows on its own rank (`ShardedGradScaler` looks on all of a group).
-    Returns its handle, and the ids of the parameters that have been in no optimizer yet.
+    Returns its handle, and the ids of the parameters to train that have been in no optimizer yet.
     """
-    seen, left = weakref.WeakSet[Optimizer](), {id(one) for _, one in named()}
+    held, seen = weakref.WeakSet(stages), weakref.WeakSet[Optimizer]()
+    left = {id(one) for stage in held for one in stage.parameters() if one.requires_grad}
 
     def look(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         del args, kwargs
         if optimizer in seen:
             return
-        own = {id(one) for _, one in named()}
-        held = {id(one) for group in optimizer.param_groups for one in group["params"]} & own
-        if not held:
+        own = {id(one) for stage in held for one in stage.parameters()}
+        updated = {id(one) for group in optimizer.param_groups for one in group["params"]} & own
+        if not updated:
             return
         if isinstance(optimizer, LBFGS):
             raise StepArgumentError(
@@ -299,14 +301,14 @@ def refuse_what_decides_alone(named: Callable[[], Iterable[tuple[str, nn.Paramet
                 "true; it looks at all ranks"
             )
         seen.add(optimizer)
-        left.difference_update(held)
+        left.difference_update(updated)
 
     return register_optimizer_step_pre_hook(look), left
 
 
 def _scales_alone() -> bool:
     """Whether a `GradScaler` that tells no other rank of overflows steps the optimizer."""
-    frame = sys._getframe(1)  # noqa: SLF001 (as the module traceback)
+    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 (torch tells a hook of no scaler)
     while frame is not None and frame.f_code is not _STEPS_OPTIMIZERS:
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return frame is not None and type(frame.f_locals["self"]).unscale_ is GradScaler.unscale_

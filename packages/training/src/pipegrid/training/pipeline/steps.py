@@ -90,7 +90,7 @@ class Steps:
         self.first = FirstStep.of(job)
         places = {(name, place) for name, held in self.places.items() for place in held}
         if len(places) > 1 or job.is_tensor_parallel:
-            self._refusing = refuse_what_decides_alone(job.named)
+            self._refusing = refuse_what_decides_alone(stage for held in job.stages.values() for stage in held)
         self._set_config(job.config)
 
     def arguments(self, parts: Sequence[Mapping[str, Any]], routes: Routes | None = None) -> dict[str, Any]:

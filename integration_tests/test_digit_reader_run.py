@@ -193,4 +193,4 @@ def test_a_rank_that_fails_is_named_with_what_it_said_and_where_all_stood(tmp_pa
     assert "rank 3 failed first (FileExistsError: " in done.stderr, done.stderr[-3000:]
     assert agreed(done.stderr) == {0, 1, 2, 3}
     # The ranks that it stopped leave the telling to the launcher.
-    assert done.stderr.count("Traceback") == 1
+    assert done.stderr.count("Traceback") == 1, done.stderr

@@ -38,8 +38,13 @@ server.connect({address!r})
 text = json.dumps([sys.argv[1:], os.getcwd(), dict(os.environ)]).encode()
 socket.send_fds(server, [len(text).to_bytes(4, "big")], [0, 1, 2])
 server.sendall(text)
+def pass_on(number, _):
+    try:
+        server.send(bytes([number]))
+    except (BrokenPipeError, ConnectionResetError):
+        return  # the fork has ended: what it ended with waits to be read
 for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-    signal.signal(number, lambda number, _: server.send(bytes([number])))
+    signal.signal(number, pass_on)
 code = int(server.recv(8) or b"1")
 if code < 0:
     signal.signal(-code, signal.SIG_DFL) if -code != signal.SIGKILL else None

@@ -241,6 +241,15 @@ def test_what_is_no_loss_is_a_typed_error(result, text):
         weighed([loss], logits, labels, [4])
 
 
+def test_an_accuracy_that_is_1_at_first_is_found_later():
+    loss = GivenLoss(lambda output, batch: (output.sum(), (batch["y"] > 0).double().mean()))
+    right, mixed = (microbatch({"y": torch.tensor(y)}, Share(), CPU) for y in ([1, 1, 1, 1], [1, 1, 1, 0]))
+    counts = counted(sums_of([right, mixed]))
+    loss(torch.randn(4), right, counts)
+    with pytest.raises(StageOutputError, match=r"the count 0\.75 of a microbatch, and 1 and 0\.5 .*accuracy"):
+        loss(torch.randn(4), mixed, counts)
+
+
 def test_a_count_by_weights_is_a_count():
     logits, labels = drawn(5, [2, 3], padding=False)
     weights = torch.linspace(0.1, 1, 100)

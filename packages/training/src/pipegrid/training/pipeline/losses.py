@@ -294,6 +294,7 @@ class GivenLoss:
         self._loss = loss
         self._rule: int | None = None  # of a mean
         self._counted: tuple[int, ...] | None = None  # what a count may be of
+        self._adds_up = False  # a count was the sum of those of halves
         self._seen: set[frozenset[str]] = set()
 
     def __call__(self, output: Any, microbatch: Microbatch, counts: StepCounts) -> Weighed:
@@ -328,10 +329,12 @@ class GivenLoss:
     ) -> Weighed:
         number = torch.as_tensor(count, device=total.device).detach().double().reshape(())
         own = microbatch.counts
+        # An accuracy of 0 or 1 looks like a count: a later one is looked at, where the host need not wait for it.
+        looked_at = not self._adds_up and (self._counted is None or number.device.type == "cpu")
+        if looked_at and not float(number).is_integer():
+            self._require_of_counts(output, microbatch)
         if self._counted is None or not counts.alike(own, self._counted):
             first, value = self._counted is None, float(number)
-            if first and not value.is_integer():
-                self._require_of_counts(output, microbatch)
             kept = range(len(NAMES)) if self._counted is None else self._counted
             self._counted = tuple([rule for rule in kept if own[rule] == value])
             if self._counted and (first or not counts.alike(own, self._counted)):
@@ -381,8 +384,8 @@ class GivenLoss:
             return
         with torch.no_grad(), generators_as_before():  # no gradients, and random numbers leave no trace
             one, other, both = [float(self._of_part(part)[1]) for part in parts]
-        is_sum = abs(one + other - both) <= _CLOSE * abs(both)
-        if not is_sum and one != other and min(one, other) <= both <= max(one, other):
+        self._adds_up = abs(one + other - both) <= _CLOSE * abs(both)
+        if not self._adds_up and one != other and min(one, other) <= both <= max(one, other):
             raise StageOutputError(
                 f"loss returned the count {both:.6g} of a microbatch, and {one:.6g} and {other:.6g} of its first rows "
                 "and the others. Return a mean alone, or (sum, count); other numbers, such as an accuracy, are not "

@@ -93,8 +93,9 @@ class SkipCarrier:
             hint = f"; parts of {parameters[0]} that run after the layers alone: Names(head=...)" if parameters else ""
             raise CutError(
                 f"stages hand on {', '.join(map(str, skips.uses))} past others, along edges that this step does not "
-                "have: Pipeline finds them in its first step; a communicator takes graph=stage.graph, of stages that "
-                f"were cut with batch=...{hint}"
+                "have: Pipeline finds them in its first step, but not where a forward needs what comes from another "
+                "module (compute them inside of layers); a communicator takes graph=stage.graph, of stages that were "
+                f"cut with batch=...{hint}"
             )
         if skips is not self.skips:
             self.prepare(skips)

@@ -212,7 +212,13 @@ def test_links_and_things_that_are_no_files_are_corrupt(saved, tmp_path):
     for path in sorted(saved.iterdir()):
         kept = path.read_bytes()
         outside.write_bytes(kept)
-        for make in (path.symlink_to, lambda _, path=path: os.mkfifo(path), lambda _, path=path: path.mkdir()):
+        kinds = (
+            path.symlink_to,
+            lambda _, path=path: path.symlink_to(path.name),  # a loop
+            lambda _, path=path: os.mkfifo(path),
+            lambda _, path=path: path.mkdir(),
+        )
+        for make in kinds:
             path.unlink()
             make(outside)
             require_corrupt(saved)

@@ -8,16 +8,18 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import Future
 from contextlib import closing
 
 import pytest
 import torch.distributed as dist
+from torch import nn
 
-from pipegrid.checkpoint import Checkpoints
+from pipegrid.checkpoint import Checkpoints, TrainingState
 from pipegrid.checkpoint.last_save import Pending
-from pipegrid.checkpoint.stored import lock
+from pipegrid.checkpoint.stored import dcp, lock
 from pipegrid.stages.errors import CheckpointError
 
 
@@ -77,6 +79,24 @@ def test_a_process_may_open_its_directory_again_and_a_child_may_not(tmp_path):
     assert (tmp_path / ".lock").is_file()
     first.close()
     assert not (tmp_path / ".lock").exists()
+
+
+def test_a_directory_that_is_opened_again_keeps_what_the_process_is_saving_in_it(tmp_path, monkeypatch):
+    begun, opened, write = threading.Event(), threading.Event(), dcp.save
+
+    def late(*arguments, **options):
+        begun.set()
+        assert opened.wait(30)
+        return write(*arguments, **options)
+
+    monkeypatch.setattr(dcp, "save", late)
+    state, checkpoints = TrainingState(stages={"head": {0: nn.Linear(2, 2)}}), Checkpoints(tmp_path)
+    checkpoints.save(state, step=1, blocking=False)
+    assert begun.wait(30)
+    Checkpoints(tmp_path).close()
+    opened.set()
+    checkpoints.close()
+    assert checkpoints.steps() == [1]
 
 
 def test_a_lock_that_is_dropped_or_lost_its_file_does_not_last(tmp_path, context):

@@ -6,6 +6,7 @@ import io
 import json
 import math
 import random
+import shutil
 
 import pytest
 import torch
@@ -15,8 +16,9 @@ from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
 
 from checkpoint_kit.checkpoints import require_same, values_of
-from pipegrid.checkpoint import Checkpoints, TrainingState, whole_names
+from pipegrid.checkpoint import Checkpoints, TrainingState, loading, whole_names
 from pipegrid.checkpoint.errors import CheckpointMismatchError
+from pipegrid.checkpoint.stored import folder
 from pipegrid.gradients import LossScale, LossScaler
 from pipegrid.stages import Tie
 from pipegrid.stages.errors import CheckpointError, CorruptCheckpointError
@@ -268,6 +270,55 @@ def test_a_checkpoint_that_lost_its_manifest_is_skipped_with_a_warning_and_does_
     assert checkpoints.steps() == [1]
     checkpoints.save(state, step=2)
     assert checkpoints.steps() == [2, 1]
+
+
+def test_a_folder_with_the_files_of_another_step_is_corrupt_and_not_that_step(tmp_path):
+    """All files are whole, and belong together: a copied or a renamed folder."""
+    state, *_ = made(ONE)
+    checkpoints = Checkpoints(tmp_path)
+    for step in (1, 2):
+        checkpoints.save(state, step=step)
+    for path in (tmp_path / "save-0001-step-00000001").iterdir():
+        shutil.copy(path, tmp_path / "save-0002-step-00000002")
+    with pytest.raises(CorruptCheckpointError, match=r"00000002/manifest\.json is of step 1: the folder was renamed"):
+        checkpoints.load(state, step=2)
+    with pytest.warns(UserWarning, match=r"skipped: save-0002-step-00000002 .* is of step 1"):
+        assert checkpoints.load(state).path.name == "save-0001-step-00000001"
+
+
+def test_a_directory_that_is_gone_is_no_first_start(tmp_path):
+    state, *_ = made(ONE)
+    checkpoints = Checkpoints(tmp_path / "a")
+    shutil.rmtree(tmp_path / "a")
+    with pytest.raises(CheckpointError, match=r"nothing is loaded: rank 0: \S+/a was there .* and is gone"):
+        checkpoints.load(state)
+
+
+@pytest.mark.ranks(2)
+def test_bytes_that_a_rank_reads_otherwise_than_the_one_that_verified_them_are_an_error_on_all(ranks, monkeypatch):
+    """As on two hosts, of which one has a stale or a damaged copy of a file."""
+    state, *_ = made({dist.get_rank(): [2 * dist.get_rank(), 2 * dist.get_rank() + 1]})
+    checkpoints = Checkpoints(ranks.shared_path / "a")
+    checkpoints.save(state, step=1)
+
+    def verified_elsewhere(*arguments):
+        if dist.get_rank() == 1:
+            reads = folder.opened
+
+            def damaged(path):
+                with reads(path) as file:
+                    data = bytearray(file.read())
+                data[len(data) // 2 :] = bytes(len(data) - len(data) // 2)
+                return io.BytesIO(data)
+
+            monkeypatch.setattr(folder, "opened", damaged)
+        return fill(*arguments)
+
+    fill = loading.dcp.load
+    monkeypatch.setattr(loading.dcp, "load", verified_elsewhere)
+    with pytest.raises(CorruptCheckpointError, match=r"is not loaded: rank 1: \w+/\S+: checksum \w+ in \S+, saved"):
+        checkpoints.load(state)
+    checkpoints.close()
 
 
 def test_a_save_in_the_background_has_the_values_of_its_call(tmp_path):

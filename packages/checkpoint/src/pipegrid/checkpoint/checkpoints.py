@@ -97,7 +97,8 @@ class Checkpoints:
             return False
         lock = Lock(self.directory)
         self._unlock = weakref.finalize(self, lock.release)
-        folder.clean(self.directory)
+        if lock.first:  # else what is aside may be a save of this process, in the background
+            folder.clean(self.directory)
         return True
 
     def steps(self) -> list[int]:

@@ -59,17 +59,17 @@ class LoadedCheckpoint:
 def load(job: CheckpointRanks, directory: Path, state: TrainingState, step: int | None) -> LoadedCheckpoint | None:
     """Load the checkpoint of ``step``, or the newest valid one, into ``state``; None without one."""
     job.require_equal("nothing is loaded", {"the step": step})
-    names = job.first("nothing is loaded", lambda: [(one.step, one.path.name) for one in folder.named_in(directory)])
+    names = job.first("nothing is loaded", lambda: _names(directory))
     if step is not None:
         there = [one for one, _ in names]
         if step not in there:
             raise CheckpointError(f"{directory} has no checkpoint of step {step}; it has the steps {there}")
         names = [names[there.index(step)]]
     skipped: list[str] = []
-    for _, name in names:
+    for named, name in names:
         path = directory / name
         try:
-            found = verified(job, path)
+            found = verified(job, path, named)
         except CorruptCheckpointError as error:
             if step is not None:
                 raise
@@ -84,14 +84,25 @@ def load(job: CheckpointRanks, directory: Path, state: TrainingState, step: int 
     return None
 
 
-def verified(job: CheckpointRanks, path: Path) -> Manifest:
-    """The manifest of a checkpoint, all of whose bytes are as saved; each is read by one rank.
+def _names(directory: Path) -> list[tuple[int, str]]:
+    """The steps and folders of the checkpoints, the newest first."""
+    if not directory.is_dir():  # else a run whose file system is gone would begin anew
+        raise CheckpointError(f"{directory} was there when it was opened, and is gone: look at its file system")
+    return [(one.step, one.path.name) for one in folder.named_in(directory)]
+
+
+def verified(job: CheckpointRanks, path: Path, step: int) -> Manifest:
+    """The manifest of the checkpoint of ``step``, all of whose bytes are as saved; each is read by one rank.
 
     Else raises CorruptCheckpointError on every rank, with the name of the tensor.
     """
 
     def verify() -> Manifest:
         found = reading.read(path)
+        if found.step != step:  # whole in itself, and another one's
+            raise CorruptCheckpointError(
+                f"{path / folder.MANIFEST} is of step {found.step}: the folder was renamed, or has another one's files"
+            )
         faults = manifest.faults(path, list(manifest.parts(found))[job.rank :: job.size])
         if faults:
             raise CorruptCheckpointError("; ".join(faults[:3]))

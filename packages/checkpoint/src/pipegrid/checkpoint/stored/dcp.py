@@ -13,6 +13,7 @@ import struct
 import sys
 import warnings
 import zipfile
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -147,6 +148,8 @@ def load(path: Path, manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
                 stored = _read_tensor(path, chunk, dtype_of(entry.dtype))
             except OSError as error:
                 raise CheckpointError(f"{key}: {type(error).__name__}: {error}") from error
+            except CorruptCheckpointError as error:
+                raise CorruptCheckpointError(f"{key}: {error}") from error
             local[_slices(box, offset)].copy_(stored[_slices(box, chunk.offset)])
 
 
@@ -160,6 +163,8 @@ def _read_tensor(path: Path, chunk: Chunk, dtype: torch.dtype) -> Tensor:
     with folder.opened(path / chunk.file) as file:
         file.seek(chunk.start)
         archive = io.BytesIO(file.read(chunk.length))
+    if (actual := zlib.crc32(archive.getbuffer())) != chunk.crc32:  # verified as another rank, or host, has read it
+        raise CorruptCheckpointError(f"checksum {actual:08x} in {chunk.file}, saved {chunk.crc32:08x}")
     nbytes = math.prod(chunk.shape) * dtype.itemsize
     try:
         data = _data(archive, nbytes)

@@ -53,8 +53,8 @@ def opened(path: Path) -> BinaryIO:
 
     Raises CorruptCheckpointError where it is no regular file, or a link out of its folder.
     """
-    real = path.resolve(strict=True)
-    if real.parent != path.parent.resolve():
+    real = Path(os.path.realpath(path, strict=True))  # a loop of links is an OSError; of `resolve`, a RuntimeError
+    if real.parent != Path(os.path.realpath(path.parent)):
         raise CorruptCheckpointError(f"{path.name} is a link out of the checkpoint's folder, to {real}")
     if not stat.S_ISREG(real.stat().st_mode):
         raise CorruptCheckpointError(f"{path.name} is no regular file")

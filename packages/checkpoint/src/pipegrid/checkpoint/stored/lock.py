@@ -44,7 +44,7 @@ _held: dict[tuple[int, str], _Held] = {}  # by process and directory: a process'
 
 
 class Lock:
-    """Holds the lock of a directory until `release`.
+    """Holds the lock of a directory until `release`. ``first``: this process has not held it already.
 
     Raises:
         CheckpointError: another process holds it; the text names it.
@@ -56,6 +56,7 @@ class Lock:
         held = _held.get(self._key)
         if held is None:
             held = _held[self._key] = _Held(_taken(self._path), 0)
+        self.first = not held.users
         held.users += 1
 
     def release(self) -> None:

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
 from datetime import timedelta
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Final, Literal
 
 import torch.distributed as dist
@@ -14,6 +15,8 @@ from attrs import define, field, frozen
 
 from pipegrid.bridges import MultiModulePipelineCommunicator
 from pipegrid.checkpoint import Checkpoints
+from pipegrid.checkpoint.gathering import gather_plain
+from pipegrid.checkpoint.stored.lock import holder, take_from
 from pipegrid.core.fields import shown
 from pipegrid.gradients.loss_scaler import LossScaler
 from pipegrid.gradients.main_grad import Modules, named_modules
@@ -208,6 +211,8 @@ class PipelineJob:
     options: Mapping[str, Any] = field(factory=dict)
     checkpoints: str | os.PathLike[str] | None = None
     speeds: Mapping[Actor, float] | Literal["measured"] | None = None
+    # Rank and incarnation of the first rank of the last epoch, and the name of its process in the directory's lock.
+    _holders: list[tuple[int, int, str]] = field(factory=list, init=False)
 
     def __attrs_post_init__(self) -> None:
         self._living(())  # raises where the grids do not fit
@@ -239,7 +244,7 @@ class PipelineJob:
         made = create_groups(every, timeout=timedelta(seconds=self.timeout))
         job_group = made[job]
         try:
-            checkpoints = self._open(job_group)
+            checkpoints = self._open(job_group, epoch)
             communicator = _connect(self, living, rank)
         except BaseException:
             end_connections(made.values(), "the communicator was not made")
@@ -266,12 +271,20 @@ class PipelineJob:
         living = self._living(every - dead)
         return tuple([rank for rank in living.members if rank not in living.ranks])
 
-    def _open(self, job_group: dist.ProcessGroup) -> Checkpoints | None:
+    def _open(self, job_group: dist.ProcessGroup, epoch: Epoch) -> Checkpoints | None:
         if self.checkpoints is None:
             return None
+        directory, first = Path(self.checkpoints), dist.get_rank(job_group) == 0
+        known = [one for told in gather_plain(self._holders, job_group) for one in told]  # a new process has none
+        for rank, incarnation, name in known if first else ():
+            if not epoch.has(rank, incarnation):  # it is dead, or stopped: then its lock would last
+                take_from(directory, name)
         made = Checkpoints(self.checkpoints, group=job_group, timeout=timedelta(seconds=self.timeout))
         for group in made.groups():  # of a save, the end of the slowest; a death ends the wait for it
             set_timeout(group, _SAVE_TIMEOUT)
+        rank = dist.get_rank()
+        own = (rank, epoch.incarnations[rank], holder(directory)) if first else None
+        self._holders[:] = [gather_plain(own, job_group)[0]]
         return made
 
     def _specs(self, living: Living, rank: int, epoch: int) -> dict[str, dict[str, GroupSpec]]:

@@ -90,7 +90,10 @@ def prune(directory: Path, keep: int) -> None:
     """Remove all checkpoints but the last ``keep``."""
     for saved in saved_in(directory)[keep:]:
         aside = directory / f".removing-{saved.path.name}"
-        saved.path.rename(aside)
+        try:
+            saved.path.rename(aside)
+        except FileNotFoundError:  # a process whose lock was taken over has done it meanwhile
+            continue
         _remove(aside)
 
 

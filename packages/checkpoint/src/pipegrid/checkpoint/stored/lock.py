@@ -68,8 +68,27 @@ class Lock:
         if not held.users:
             del _held[self._key]
             with contextlib.suppress(OSError):  # a directory that is gone, or may no longer be written to
-                self._path.unlink()  # before the lock ends: another process looks whether its file is still there
+                if os.path.samestat(os.fstat(held.descriptor), self._path.lstat()):  # else `take_from` has removed it
+                    self._path.unlink()  # before the lock ends: another process looks whether its file is still there
             os.close(held.descriptor)
+
+
+def holder(directory: Path) -> str:
+    """The text of the lock file of ``directory``, which names the process that holds it; empty without one."""
+    try:
+        return (directory / FILE).read_text(errors="replace")[:_LONGEST]
+    except FileNotFoundError:
+        return ""
+
+
+def take_from(directory: Path, named: str) -> None:
+    """Let others lock ``directory`` though the process that `holder` has ``named`` still does.
+
+    It may be stopped, or out of reach, and its job goes on without it: it saves nothing more when it comes back, since
+    each save begins with the other ranks, and ends by a rename of what the next process to lock removes.
+    """
+    if named and holder(directory) == named:
+        (directory / FILE).unlink()
 
 
 def _taken(path: Path) -> int:

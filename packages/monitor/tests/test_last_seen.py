@@ -33,7 +33,7 @@ def told(monkeypatch, store):
         monkeypatch.setattr(module, "address_towards", lambda _, rank=rank: f"10.9.0.{1 + rank // 2}")
         monkeypatch.setattr(module, "is_here", lambda _, rank=rank: rank < 2)
         all_of_them.append(LastSeen(Control(store, rank, RANKS), "10.9.0.1", clock))
-        all_of_them[-1].introduce()
+        all_of_them[-1].introduce(store)
     for each in all_of_them:
         each.answered()
     return clock, all_of_them

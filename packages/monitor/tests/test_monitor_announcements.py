@@ -89,10 +89,11 @@ def test_a_long_step_is_announced_by_the_thread_that_looks(watched):
 
 def test_a_store_that_refuses_an_announcement_ends_the_step(watched):
     monitor, store, reasons = watched
+    monitor.look(time.monotonic())  # which it answers
     store.error = RuntimeError("connection reset")
     begun(monitor, reasons)
     monitor.announce()
-    with pytest.raises(JobFailedError, match=r"before step 2, the control store does not answer.*connection reset"):
+    with pytest.raises(JobFailedError, match=r"before step 2, the control store has not answered .*connection reset"):
         monitor.end()
     assert reasons
 
@@ -110,3 +111,59 @@ def test_transfers_of_a_step_that_goes_on_end_where_the_store_is_silent(watched)
     assert "the store did not answer within 0.6 s" in reasons[0]
     with pytest.raises(JobFailedError, match="before step 2"):
         monitor.end()
+
+
+def first_steps(stores):
+    """What two ranks raise before their first step, by rank."""
+    raised = {}
+
+    def run(rank):
+        with closing(Monitor(stores[rank], rank=rank, ranks=[0, 1], deadline=5.0, first_deadline=20.0)) as monitor:
+            try:
+                monitor.begin(PLAN, where=lambda: "here", abort=lambda cause: None)
+            except Exception as error:  # noqa: BLE001 -- compared by the test
+                raised[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    return raised
+
+
+def views_of_one_store():
+    """Two stores, each with calls of its own, over the same values."""
+    first, second = Store(), Store()
+    second.store = first.store
+    for verb in STORE_VERBS:
+        if verb != "compare_set":
+            setattr(second, verb, getattr(first.store, verb))
+    return first, second
+
+
+def test_a_rank_whose_store_fails_before_its_first_step_tells_those_that_wait_for_it():
+    """One call fails, and the store answers again."""
+    stores, began = views_of_one_store(), time.monotonic()
+    stores[1].error = RuntimeError("connection reset")
+    answers = stores[1].compare_set
+
+    def fails_once(*given):
+        try:
+            return answers(*given)
+        finally:
+            stores[1].error = None
+
+    stores[1].compare_set = fails_once
+    raised = first_steps(stores)
+    assert time.monotonic() - began < 10
+    assert {type(error) for error in raised.values()} == {JobFailedError}
+    assert all("connection reset" in str(error) for error in raised.values()), raised
+
+
+def test_a_store_that_is_slow_at_the_start_is_waited_for():
+    """Longer than a look waits: ranks that all connect at once hold it up."""
+    stores = views_of_one_store()
+    for store in stores:
+        store.set = lambda *given, made=store.store.set: (time.sleep(0.7), made(*given))
+    assert first_steps(stores) == {}

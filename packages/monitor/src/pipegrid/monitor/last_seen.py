@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 from attrs import define, field, frozen
 
-from pipegrid.monitor.control import Control
+from pipegrid.monitor.control import Control, ControlStore
 from pipegrid.topology.addresses import address_towards, is_here
 from pipegrid.transport.collectives.differences import listed
 
@@ -44,10 +44,10 @@ class LastSeen:
     _before: float = field(default=0.0, init=False)  # how long it had waited when it began to listen
     _silent: bool = field(default=False, init=False)  # the store
 
-    def introduce(self) -> None:
-        """Publish this rank's host. Called before its first step."""
+    def introduce(self, store: ControlStore) -> None:
+        """Publish this rank's host. Called before its first step, with a ``store`` that may take its time."""
         own = [socket.gethostname(), address_towards(self.server), is_here(self.server)]
-        self.control.store.set(f"host/{self.control.rank}", json.dumps(own))
+        store.set(f"host/{self.control.rank}", json.dumps(own))
 
     def answered(self) -> None:
         """Note that the store has answered; ask it once for the hosts of all ranks."""

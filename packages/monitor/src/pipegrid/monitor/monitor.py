@@ -215,7 +215,7 @@ class Monitor:
         self._steps += 1
         try:
             if self._failure is None and not self._threads:
-                self._last_seen.introduce()
+                self._last_seen.introduce(self._control.store)
             self._unannounced = what if what in self._agreed else None
             if self._failure is None and what not in self._agreed:
                 self._failure = self._control.agree(self._steps, what, seconds=self.first_deadline)
@@ -224,10 +224,9 @@ class Monitor:
                 # A rank that dies before the thread's first look has published where it began.
                 self._control.publish(where())
         except RuntimeError as error:
-            text = self._unanswered(error)
-            self._failure = Failure(self.rank, text)
-            abort(text)
-            raise JobFailedError(f"before step {self._steps}, {text}. {_REBUILD}") from error
+            told = self._record(self._unanswered(error)).text  # where it answers again: others may wait for this rank
+            abort(told)
+            raise JobFailedError(f"before step {self._steps}, {told.splitlines()[0]}. {_REBUILD}") from error
         self._require_agreement()
         if self._failure is not None:
             first = self._failure.text.splitlines()[0]
@@ -297,7 +296,10 @@ class Monitor:
     def _unanswered(self, error: BaseException) -> str:
         """Describe that the store has not answered, or that its host is out of reach if that is another one."""
         self._last_seen.unanswered()
-        return self._last_seen.silence() or silent(error)
+        silence = self._last_seen.silence()
+        if not silence or isinstance(error, SilentStoreError):
+            return silence or silent(error)
+        return f"{silence} ({' '.join(str(error).split())[:200]})"
 
     def failed(self, text: str) -> Report:
         """Record that this rank has failed, end its transfers, and report the job's first failure.

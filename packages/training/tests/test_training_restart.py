@@ -63,6 +63,22 @@ def test_the_first_attempt_of_a_launch_always_runs():
     assert reason_to_stop(after, AttemptRecord(launch="b", restart=1), limit=2) is not None
 
 
+def test_a_second_run_in_the_directory_costs_the_first_one_no_attempt(tmp_path):
+    """Its launcher starts it again and again, and it fails as often, because the directory is in use."""
+    first, second = attempts(7), attempts(-1, -1, -1, launch="b")
+    before = [*first, *second]
+    assert reason_to_stop(before, restarted(first), limit=2) is None
+    assert reason_to_stop([*before, *attempts(7)], restarted(first), limit=2) is not None
+    assert reason_to_stop([*attempts((7, "preempted")), *second], restarted(first), limit=2).exit_code == PREEMPTED
+    line = AttemptLine.append(tmp_path, first[0])
+    AttemptLine.append(tmp_path, second[0]).close()
+    line.close()
+    line = AttemptLine.at(tmp_path, line.offset)  # by a rank that goes on, where the one that wrote it is dead
+    line.update(step=9)
+    line.close()
+    assert [one.step for one in read_attempts(tmp_path)] == [9, -1]
+
+
 @given(st.lists(st.integers(0, 3), max_size=12), st.integers(1, 4))
 def test_a_run_with_one_cause_ends_after_exactly_limit_failures_at_its_step(before, limit):
     """Whatever happened before, a failure that repeats at a step past all others is tried ``limit`` times."""

@@ -100,6 +100,7 @@ class Attempt:
         self._neighbours: Neighbours | None = None
         self._lost = ""
         self._line: AttemptLine | None = None  # on rank 0
+        self._offset = 0  # of that line, on all
         self._signals: StopSignals | None = None
         self._stopped_by = ""
         self._step = 0
@@ -114,8 +115,9 @@ class Attempt:
             # Beside the default group: on the host whatever computes, and apart from what a save does in its thread.
             spec = GroupSpec(tuple(range(dist.get_world_size())), "attempt")
             self._group = create_groups([spec], backend="gloo", timeout=self._timeout)[spec]
-        if (said := self._agreed("the attempt", self._entered)) is not None:
-            text, exit_code = said
+        self._offset, stopped = self._agreed("the attempt", self._entered)
+        if stopped is not None:
+            text, exit_code = stopped
             self._close(for_good=True)
             raise RestartError(text, exit_code=exit_code)
         if self._survivors is None:
@@ -129,14 +131,15 @@ class Attempt:
         return self._survivors.run(what, lambda world: function(world.job_group), keep_gradients=False)
 
     def _entered(self, group: dist.ProcessGroup) -> Any:
-        """Add the attempt to the record; None, or why it must not run and the exit code, from the group's first."""
+        """Add the attempt to the record; from the group's first, the place of its line, or why it must not run."""
         reason: RestartError | None = None
         if dist.get_rank(group) == 0 and self._line is None:
             attempts, now = read_attempts(self.directory), AttemptRecord(launch=launch_name(), restart=restart_count())
             reason = reason_to_stop(attempts, now, limit=self._limit)
             if reason is None:
                 self._line = AttemptLine.append(self.directory, now)
-        return gather_plain(None if reason is None else (str(reason), reason.exit_code), group)[0]
+        stopped = None if reason is None else (str(reason), reason.exit_code)
+        return gather_plain((0 if self._line is None else self._line.offset, stopped), group)[0]
 
     def begin(self, step: int) -> int:
         """Note that the first ``step`` steps are done, as the checkpoint says; returns ``step``.
@@ -177,7 +180,7 @@ class Attempt:
         asked = torch.tensor([0 if received is None else (dist.get_rank() << 8) + received])
         all_reduce(asked, group, dist.ReduceOp.MAX)(Waiting(monitor=self._monitor, what=what))
         if self._line is None and dist.get_rank(group) == 0:  # the rank that wrote it is dead
-            self._line = AttemptLine.last(self.directory)
+            self._line = AttemptLine.at(self.directory, self._offset)
         return int(asked.item())
 
     def __exit__(

@@ -57,6 +57,9 @@ def read_attempts(directory: Path) -> list[AttemptRecord]:
 
 def reason_to_stop(attempts: Sequence[AttemptRecord], now: AttemptRecord, *, limit: int) -> RestartError | None:
     """Why ``now``, a restart after ``attempts``, must not run; None if it may, as the first of a launch always."""
+    begun = next((at for at, one in enumerate(attempts) if one.launch == now.launch), len(attempts))
+    # Another launch since then is of a second run in the directory, by mistake: its failures are not this one's.
+    attempts = [one for at, one in enumerate(attempts) if at < begun or one.launch == now.launch]
     if now.restart == 0 or not attempts:
         return None
     last = attempts[-1]
@@ -108,11 +111,10 @@ class AttemptLine:
         return line
 
     @classmethod
-    def last(cls, directory: Path) -> AttemptLine:
-        """The line of the attempt that runs, of which the rank that wrote it is dead."""
-        descriptor = _opened(directory / FILE, os.O_WRONLY)
-        offset = (os.fstat(descriptor).st_size - 1) // _WIDTH * _WIDTH
-        return cls(read_attempts(directory)[-1], descriptor, offset)
+    def at(cls, directory: Path, offset: int) -> AttemptLine:
+        """The line of the attempt that runs, of which the rank that wrote it is dead; not that of a second run."""
+        descriptor = _opened(directory / FILE, os.O_RDWR)
+        return cls(AttemptRecord(**read_json(os.pread(descriptor, _WIDTH, offset).decode())), descriptor, offset)
 
     def update(self, *, step: int | None = None, end: End = "") -> None:
         """Write how far the attempt is, or how it ended."""

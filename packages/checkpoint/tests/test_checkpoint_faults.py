@@ -240,11 +240,12 @@ def test_a_directory_that_is_a_file_is_a_clear_error(tmp_path):
 
 
 @pytest.mark.ranks(2)
-def test_a_rank_that_cannot_write_stops_the_save_of_all(ranks, monkeypatch):
+@pytest.mark.parametrize("deadline", [None, 30.0])
+def test_a_rank_that_cannot_write_stops_the_save_of_all_and_no_later_one(ranks, monkeypatch, deadline):
     rank = dist.get_rank()
     module = nn.Linear(4, 4)
     state = TrainingState(stages={"head": {rank: nn.ModuleDict({f"part{rank}": module})}})
-    checkpoints = Checkpoints(ranks.shared_path / "a")
+    checkpoints = Checkpoints(ranks.shared_path / "a", deadline=deadline)
     checkpoints.save(state, step=1)
     with monkeypatch.context() as patch:
         if rank == 1:

@@ -45,12 +45,13 @@ class CheckpointRanks:
         self._alive: dist.ProcessGroup | None = None
         self._deadline, self._monitor = deadline, monitor
         self._lost: RuntimeError | None = None
+        self._unreached = False  # whether this call has failed by an error that the other ranks do not know of
         if dist.is_available() and dist.is_initialized():
             ranks = dist.get_process_group_ranks(group)
             labels = ("checkpoints",) if deadline is None else ("checkpoints", "checkpoints, who is alive")
             specs = [GroupSpec(ranks, label, shared=False) for label in labels]
             coming = None if deadline is None else timedelta(seconds=deadline)
-            with reached("the first save() or load(): "), giving_up(self._failed):
+            with self.reaching("the first save() or load(): "), giving_up(self._failed):
                 made = create_groups(specs, backend="gloo", timeout=timeout, creation_timeout=coming)
             self.group = made[specs[0]]
             self._alive = None if deadline is None else made[specs[1]]
@@ -70,14 +71,14 @@ class CheckpointRanks:
         if self._alive is None or self._deadline is None:
             yield
             return
-        left = threading.Event()
+        left, self._unreached = threading.Event(), False
         waiting = Waiting(self._deadline, self._monitor if monitored else None, what)
         meeting = threading.Thread(target=self._meet, args=(left, waiting), name="checkpoints-alive", daemon=True)
         meeting.start()
         try:
             yield
         except BaseException as error:
-            shared = isinstance(error, CheckpointError) and not isinstance(error.__cause__, RuntimeError)
+            shared = isinstance(error, CheckpointError) and not self._unreached
             lost = self._lost  # before the cut, by which ranks are lost as well
             if not shared:  # the others do not know of it, and would wait for this rank; nor does it wait for them
                 for group in self.groups:
@@ -101,12 +102,24 @@ class CheckpointRanks:
             if self.group is not None:
                 cut_all_connections(self.group)
 
+    @contextmanager
+    def reaching(self, what: str = "") -> Iterator[None]:
+        """Raise a rank that is gone, or late, as an error of the checkpoint, whose text begins with ``what``."""
+        try:
+            yield
+        except CheckpointError as error:  # of all ranks
+            raise CheckpointError(f"{what}{error}") from error
+        except RuntimeError as error:  # of the process group
+            self._unreached = True
+            gone = f"{what}a rank of the job is gone, or does not save and load: {error}"
+            raise CheckpointError(gone) from error
+
     def _failed(self) -> str:
         return "" if self._monitor is None else self._monitor.failure or ""
 
     def gather(self, value: Any) -> list[Any]:
         """The values of all ranks, on every rank, as JSON has them: tuples as lists, attrs objects as dicts."""
-        with reached():
+        with self.reaching():
             return gather_plain(value, self.group)
 
     def require_equal(self, outcome: str, values: Mapping[str, Any], hint: str = "") -> None:
@@ -182,14 +195,3 @@ def _require_equal(outcome: str, of_ranks: Sequence[Mapping[str, Any]], hint: st
                     f"{outcome}: {name} must be equal on all ranks; it is {other!r:.200} on rank {first} and "
                     f"{value!r:.200} on rank {rank}{hint}"
                 )
-
-
-@contextmanager
-def reached(what: str = "") -> Iterator[None]:
-    """Raise a rank that is gone, or late, as an error of the checkpoint, whose text begins with ``what``."""
-    try:
-        yield
-    except RuntimeError as error:
-        known = isinstance(error, CheckpointError)  # else of the process group
-        text = str(error) if known else f"a rank of the job is gone, or does not save and load: {error}"
-        raise CheckpointError(what + text) from error

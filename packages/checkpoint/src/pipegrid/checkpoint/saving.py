@@ -12,7 +12,7 @@ from typing import Literal
 import cattrs
 from attrs import evolve
 
-from pipegrid.checkpoint.job import CheckpointRanks, reached
+from pipegrid.checkpoint.job import CheckpointRanks
 from pipegrid.checkpoint.state import optimizers
 from pipegrid.checkpoint.state.snapshot import Snapshot
 from pipegrid.checkpoint.stored import dcp, folder, manifest
@@ -91,7 +91,7 @@ class Saver:
         prefix = f"random/{self._job.rank}"
         randoms = {f"{prefix}/{kind}": state for kind, state in as_tensors(snapshot.random).items()}
         boxes = [*snapshot.boxes, *((item, randoms[item.index.fqn]) for item in dcp.items_of(randoms))]
-        with reached(f"{what}: "):
+        with self._job.reaching(f"{what}: "):
             tensors, here = dcp.save(path, boxes, self._job.group, lowest=self._replicas == "first")
         own = snapshot.manifest
         of_ranks = self._job.together(what, lambda: evolve(own, tensors=dcp.written(path, tensors, here)))

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import nn
 
 from pipegrid.checkpoint import Checkpoints, TrainingState
+from pipegrid.checkpoint.stored import lock
 from pipegrid.monitor.epochs import Epoch
 from pipegrid.schedules import one_f_one_b
 from pipegrid.stages.errors import CheckpointError
@@ -15,7 +16,8 @@ from pipegrid.topology import HyperCommGrid
 
 
 @pytest.mark.ranks(3)
-def test_the_others_take_the_lock_of_a_first_rank_that_is_stopped_and_it_saves_nothing_more(ranks):
+def test_the_others_take_the_lock_of_a_first_rank_that_is_stopped_and_it_saves_nothing_more(ranks, monkeypatch):
+    monkeypatch.setattr(lock, "_ENDING", 0.1)
     rank, directory = dist.get_rank(), ranks.shared_path / "a"
     job = PipelineJob(HyperCommGrid([3, 1], ["dp", "pp"]), one_f_one_b(1, 2), checkpoints=directory)
     state = TrainingState(stages={"model": {0: nn.Linear(2, 2).requires_grad_(False)}})
@@ -23,11 +25,18 @@ def test_the_others_take_the_lock_of_a_first_rank_that_is_stopped_and_it_saves_n
         value.fill_(1.0)
     world = job(Epoch(0, (0, 1, 2)))
     world.checkpoints.save(state, step=1)
+    if rank == 2:
+        with pytest.raises(CheckpointError, match="is in use by process"):
+            lock.Lock(directory)
+    ranks.barrier()
     if rank > 0:  # epoch 1 is without rank 0, whose process has the lock still
         world.abort("rank 0 is stopped")
         world.close()
         world = job(Epoch(1, (1, 2)))
         world.checkpoints.save(state, step=2)
+    if rank == 2:
+        with pytest.raises(CheckpointError, match="is in use by process"):
+            lock.Lock(directory)
     ranks.barrier()
     if rank == 0:
         with pytest.raises(CheckpointError):

@@ -16,7 +16,7 @@ from attrs import define, field, frozen
 from pipegrid.bridges import MultiModulePipelineCommunicator
 from pipegrid.checkpoint import Checkpoints
 from pipegrid.checkpoint.gathering import gather_plain
-from pipegrid.checkpoint.stored.lock import holder, take_from
+from pipegrid.checkpoint.stored.lock import own_name, take_from
 from pipegrid.core.fields import shown
 from pipegrid.gradients.loss_scaler import LossScaler
 from pipegrid.gradients.main_grad import Modules, named_modules
@@ -283,7 +283,7 @@ class PipelineJob:
         for group in made.groups():  # of a save, the end of the slowest; a death ends the wait for it
             set_timeout(group, _SAVE_TIMEOUT)
         rank = dist.get_rank()
-        own = (rank, epoch.incarnations[rank], holder(directory)) if first else None
+        own = (rank, epoch.incarnations[rank], own_name(directory)) if first else None
         self._holders[:] = [gather_plain(own, job_group)[0]]
         return made
 

@@ -37,6 +37,7 @@ _LONGEST: Final = 4096
 @define(eq=False)
 class _Held:
     descriptor: int
+    text: str  # of the file
     users: int
 
 
@@ -55,7 +56,7 @@ class Lock:
         self._key = (os.getpid(), str(self._path))
         held = _held.get(self._key)
         if held is None:
-            held = _held[self._key] = _Held(_taken(self._path), 0)
+            held = _held[self._key] = _Held(*_taken(self._path), 0)
         self.first = not held.users
         held.users += 1
 
@@ -73,26 +74,28 @@ class Lock:
             os.close(held.descriptor)
 
 
-def holder(directory: Path) -> str:
-    """The text of the lock file of ``directory``, which names the process that holds it; empty without one."""
-    try:
-        return (directory / FILE).read_text(errors="replace")[:_LONGEST]
-    except FileNotFoundError:
-        return ""
+def own_name(directory: Path) -> str:
+    """What the lock file of ``directory`` says of this process; empty where it does not hold the lock.
+
+    The file is not read: a process that closes it, however it has opened it, loses the lock.
+    """
+    held = _held.get((os.getpid(), str(directory.resolve() / FILE)))
+    return "" if held is None else held.text
 
 
 def take_from(directory: Path, named: str) -> None:
-    """Let others lock ``directory`` though the process that `holder` has ``named`` still does.
+    """Let others lock ``directory`` though the process of which `own_name` was ``named`` still does.
 
     It may be stopped, or out of reach, and its job goes on without it: it saves nothing more when it comes back, since
     each save begins with the other ranks, and ends by a rename of what the next process to lock removes.
     """
-    if named and holder(directory) == named:
-        (directory / FILE).unlink()
+    path = directory / FILE
+    if named and not own_name(directory) and path.is_file() and path.read_text(errors="replace") == named:
+        path.unlink()
 
 
-def _taken(path: Path) -> int:
-    """The descriptor of the lock file, locked and with the name of this process."""
+def _taken(path: Path) -> tuple[int, str]:
+    """The descriptor of the lock file, locked, and what it says: the name of this process."""
     own = {"host": socket.gethostname(), "pid": os.getpid(), "run": os.environ.get("TORCHELASTIC_RUN_ID", "")}
     text = json.dumps(own | {"started": datetime.now(UTC).isoformat(timespec="seconds")})
     start = time.monotonic()
@@ -102,7 +105,7 @@ def _taken(path: Path) -> int:
             if _is_locked(path, descriptor):
                 os.ftruncate(descriptor, 0)
                 os.pwrite(descriptor, text.encode(), 0)
-                return descriptor
+                return descriptor, text
             _require_patience(path, descriptor, time.monotonic() - start, own["run"])
         except BaseException:
             os.close(descriptor)

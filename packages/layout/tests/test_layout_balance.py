@@ -243,6 +243,11 @@ class TestInfeasible:
         with pytest.raises(LayoutInfeasibleError):
             balance([1] * 32, 4, memory=[1] * 32, limit=needed - 1)
 
+    def test_the_tightest_is_where_the_most_is_missing(self):
+        with pytest.raises(LayoutInfeasibleError, match=r"with 't' and 1 .* takes by itself 30 of 20;") as caught:
+            balance([1] * 8, 4, memory=[1] * 7 + [30], limit=[4, 4, 4, 20])
+        assert caught.value.stage == 3
+
     def test_chunks_that_fit_alone_but_not_together(self):
         with pytest.raises(LayoutInfeasibleError, match="together with the other chunks of its rank") as caught:
             balance([1, 1], 1, 2, memory=[4, 4], limit=7, in_flight=[[[1, 1]]])

@@ -80,6 +80,7 @@ def test_the_picture_has_a_bar_per_layer_kind_and_stage():
     assert [len(bars) for bars in heights] == [2, 1, 0, 2, 1, 1, 1, 1]
     assert sum(heights[0]) == pytest.approx(sum(heights[3]))  # 2.5 each
     assert heights[1][0] == pytest.approx(sum(heights[0]) * 2 / 2.5, rel=1e-3)
+    assert heights[4][0] == pytest.approx(sum(heights[0]))  # full: as high as the highest stage
     texts = [text.text for text in root.iter(f"{SVG}text")]
     assert {"vision", "decoder", "mean 1.75"} <= set(texts)
 

@@ -43,6 +43,10 @@ def test_one_uplink_carries_the_same_bytes_either_way_so_fewer_messages_win():
         assert chosen(MEGABYTE, links, backward=True) == "leader"
 
 
+def test_links_that_share_the_same_ranks_are_equal_however_these_are_listed():
+    assert Links(1e9, 0.0, shared=[(1, 0)]) == Links(1e9, 0.0, shared=[(0, 1)])
+
+
 def test_tiny_tensors_are_sent_whole():
     """Two messages per sender against one: 2 L + n / (2 bw) against L + n / bw meet at n = 2 L bw = 20 kB."""
     links = Links(bandwidth=1e9, latency=1e-5)

@@ -63,17 +63,16 @@ class RankPart:
     def joined_along(self) -> int | None:
         """The axis along which the pieces, in the order of `receives_in_order`, make up what this rank gets; or None.
 
-        None where copies complete it, or where the pieces do not join along one axis.
+        None where copies complete it, or where the pieces do not join along one axis. Pieces that fill the tensor once
+        and of which each starts along an axis where the ones before it end are slices of it.
         """
-        shape, boxes = self.destination_shape, [self.receives[peer] for peer in self.receives_in_order]
+        boxes = [self.receives[peer] for peer in self.receives_in_order]
         if self.completions or len(boxes) < 2 or any(len(own) != 1 for own in boxes):
             return None
         pieces = [own[0] for own in boxes]
-        for axis, extent in enumerate(shape):
-            others = (*shape[:axis], *shape[axis + 1 :])
-            ends = [0, *itertools.accumulate(piece.shape[axis] for piece in pieces)]
-            alike = all((*piece.shape[:axis], *piece.shape[axis + 1 :]) == others for piece in pieces)
-            if alike and ends[-1] == extent and [piece.start[axis] for piece in pieces] == ends[:-1]:
+        for axis in range(len(self.destination_shape)):
+            ends = itertools.accumulate((piece.shape[axis] for piece in pieces[:-1]), initial=0)
+            if [piece.start[axis] for piece in pieces] == [*ends]:
                 return axis
         return None
 

@@ -116,7 +116,11 @@ def test_a_large_gradient_is_summed_where_it_is(ranks, held):
         weight.grad = values.clone().t() if held == "transposed" else values.clone()
     module[2].grad = torch.full((3,), 2.0 * ranks.rank)
     before = None if weight.grad is None else weight.grad.data_ptr()
-    reduce_gradients(module, Groups(dp=dist.group.WORLD), loss_lanes=4, bucket_bytes=2**20)
+    reduction = GradientReduction.of(module, Groups(dp=dist.group.WORLD), loss_lanes=4, bucket_bytes=2**20)
+    reduction.ready(module)
+    (summed,) = (bucket.values for bucket in reduction.buckets if bucket.parameters[0] is weight)
+    assert (summed.data_ptr() == before) == (held == "both" or (held == "one" and ranks.rank == 1))
+    reduction.finish(None, Waiting(20.0))
     whole = values.t() if held == "transposed" else values
     assert torch.equal(weight.grad, whole * (1 if held == "one" else 2) / 4)
     assert before in (None, weight.grad.data_ptr())

@@ -167,6 +167,19 @@ def test_a_view_of_what_a_region_computed_is_an_output():
     require_equal(*pair(Turned), torch.randn(3, WIDTH, dtype=torch.float64))
 
 
+def test_a_region_that_ends_at_a_graph_break_has_outputs_without_gradients():
+    class Broken(Block):
+        """Its first region returns a mask beside the activation."""
+
+        def forward(self, x):
+            mask, y = x > 0, self.up(x)
+            torch._dynamo.graph_break()
+            return x + self.down(y.masked_fill(mask, 0.0))
+
+    at_i, _ = require_equal(*pair(Broken), torch.randn(3, WIDTH, dtype=torch.float64))
+    assert not at_i
+
+
 def test_a_region_of_dynamic_shapes_is_compiled_once():
     torch.manual_seed(0)
     compiled, eager = Block().double(), Block().double()

@@ -95,8 +95,9 @@ def test_what_a_dtensor_cannot_be_is_an_error(ranks):
     module["w"].grad = distribute_tensor(torch.ones(4), mesh, [Shard(0)])
     with pytest.raises(GradientError, match="a DTensor over 2 replicas, and not by fully_shard"):
         reduce_gradients(module, Groups(dp=dist.group.WORLD))
-    partial = nn.ParameterDict({"w": nn.Parameter(distribute_tensor(torch.zeros(4), mesh, [Replicate()]))})
-    partial["w"].grad = DTensor.from_local(torch.ones(4, device=ranks.device), mesh, [Partial()])
+    mesh = init_device_mesh(ranks.device.type, (1, 2))  # one of whose dims is enough
+    partial = nn.ParameterDict({"w": nn.Parameter(distribute_tensor(torch.zeros(4), mesh, [Replicate()] * 2))})
+    partial["w"].grad = DTensor.from_local(torch.ones(4, device=ranks.device), mesh, [Replicate(), Partial()])
     with pytest.raises(GradientError, match="of which a norm needs the sum: call reduce_gradients first"):
         clip_grad_norm_(partial, Groups(tp=dist.group.WORLD), 1.0)
 

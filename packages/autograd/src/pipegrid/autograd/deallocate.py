@@ -21,15 +21,13 @@ def free_storage(out: torch.Tensor) -> None:
     out.data = torch.empty((1,), device=out.device, dtype=out.dtype)
 
 
-def require_deallocatable(out: torch.Tensor | None) -> None:
-    """Raise StepArgumentError for a view, whose base would be freed as well; a leaf is never freed.
+def require_deallocatable(out: torch.Tensor) -> None:
+    """Raise StepArgumentError for a view: its base shares the storage.
 
     Examples:
         >>> import torch
         >>> require_deallocatable(torch.ones(2, requires_grad=True) * 2)
     """
-    if out is None or out.grad_fn is None:
-        return
     if out._base is not None:  # noqa: SLF001 -- the documented way to ask whether a tensor is a view
         raise StepArgumentError(
             f"an output of shape {tuple(out.shape)} is a view of another tensor and cannot be freed; return its clone()"

@@ -14,14 +14,14 @@ from torch import nn
 
 from autograd_kit.gradients import assert_same_gradients, difference, gradients_of
 from pipegrid.gradients.loss_scale import LossScale
-from pipegrid.schedules import LossScaler, forward_backward_no_pipelining
+from pipegrid.schedules import LossScaler, WithLoss, forward_backward_no_pipelining
 from pipegrid.schedules.megatron import attached_losses
 from pipegrid.schedules.megatron.config import PipelineConfig
 from pipegrid.schedules.megatron.step_functions import forward_backward_pipelining_without_interleaving
 from pipegrid.schedules.runtime import PipelineError
 from pipegrid.transport.errors import P2PUsageError
 
-from ..kit.models import WIDTH, Model, call, forward_step, microbatch
+from ..kit.models import WIDTH, Model, Part, call, forward_step, microbatch
 
 
 def attaching(scale_name="main_loss_backward_scale"):
@@ -145,6 +145,19 @@ def test_on_every_stage_of_a_pipeline(network, weighted):
     network.calls(step, parts, forward_step_func=partial(forward_step, loss=loss))
     expected = of_one_process(range(3), 4, 4.0 if weighted else 1.0)
     assert difference(gradients_of(parts), gradients_of(expected)) < 1e-10
+
+
+def test_a_stages_own_mean_loss_is_not_divided_by_tokens(network):
+    config = PipelineConfig(calculate_per_token_loss=True, finalize_model_grads_func=leave_sums)
+    parts = [Part(seed, config) for seed in range(2)]
+
+    def with_loss(iterator, model):
+        output, loss = forward_step(iterator, model, loss=lambda output: (output.square().sum(), 1, {}))
+        return (WithLoss(output, output.square().mean()) if model is parts[0] else output), loss
+
+    step = partial(call, forward_backward_pipelining_without_interleaving, count=2)
+    with pytest.raises(PipelineError, match="divided by the tokens of the job, and so would be this mean"):
+        network.calls(step, parts, forward_step_func=with_loss)
 
 
 @pytest.mark.parametrize(("attach", "count", "name"), [(attaching().apply, 2, "Attach"), (Ones.apply, 3, "Ones")])

@@ -75,6 +75,16 @@ def test_a_step_has_the_gradients_of_a_plain_linear(config):
     assert head.embedding_activation_buffer == head.grad_output_buffer == []
 
 
+@pytest.mark.parametrize("rows", [(6,), (3, 2)])
+def test_an_output_layer_has_any_leading_axes(rows):
+    heads = [Head(PipelineConfig()) for _ in range(2)]
+    linears = partial(output_linear, module=heads[0], config=heads[0].config), nn.functional.linear
+    for head, linear in zip(heads, linears, strict=True):
+        layer = head.output_layer
+        linear(microbatch(0).view(*rows, WIDTH), layer.weight, layer.bias).square().sum().backward()
+    assert_same_gradients(heads[0].output_layer, heads[1].output_layer, rtol=1e-13, atol=1e-16)
+
+
 def test_with_everything_deferred_the_bits_are_those_of_the_undeferred_sum():
     deferred, immediate = Head(deferring()), Head(PipelineConfig())
     run(deferred)

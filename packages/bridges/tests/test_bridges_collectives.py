@@ -9,7 +9,7 @@ import time
 import pytest
 import torch
 
-from pipegrid.bridges import Axes, BridgeCommunicator
+from pipegrid.bridges import Axes, BridgeCommunicator, MultiModulePipelineCommunicator
 from pipegrid.reshard import Partial
 from pipegrid.reshard.errors import ShapeError
 from pipegrid.transport import CollectiveFailedError
@@ -53,6 +53,19 @@ def test_an_abort_ends_a_completion_with_its_reason(ranks):
         ranks.store.set("over", "yes")
     ranks.store.wait(["over"])
     bridge.destroy()
+
+
+@pytest.mark.ranks(2)
+def test_a_completion_that_fails_on_a_device_behind_its_wait_fails_the_check(ranks):
+    grids = {"src": grid(dp=1), "dest": grid(1)}
+    bridge = BridgeCommunicator(*grids.values(), config=CONFIG)
+    multi = MultiModulePipelineCommunicator(grids, {"src": ["dest"]}, CONFIG)
+    for communicator, exchange in ((bridge, bridge.exchange), (multi, multi.edge_exchanges[0])):
+        communicator.check()
+        exchange.traffic.waits.lost = [0, 1], RuntimeError("connection lost")
+        with pytest.raises(CollectiveFailedError, match="connection lost"):
+            communicator.check()
+        communicator.destroy()
 
 
 @pytest.mark.ranks(3, deadline=40)

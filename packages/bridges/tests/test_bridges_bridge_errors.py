@@ -83,6 +83,23 @@ def test_what_cannot_be_sent_is_refused_before_anything_is():
     bridge.destroy()
 
 
+@pytest.mark.ranks(2)
+def test_a_shape_that_is_known_is_compared_with_the_one_that_is_asked_for():
+    bridge = whole_world(grid(dp=1), grid(1, dp=1))
+    activation, error = torch.ones(2, 2, 2), r"expects shape \(2, 2, 3\), but \(2, 2, 2\) of torch.float32 comes"
+    if bridge.is_source:
+        for _ in range(2):
+            bridge.send_forward(activation)
+        with pytest.raises(ShapeError, match=error):
+            bridge.irecv_backward((2, 2, 3)).result()
+    else:
+        bridge.recv_forward()
+        with pytest.raises(ShapeError, match=error):
+            bridge.irecv_forward((2, 2, 3)).result()
+        bridge.send_backward(activation)
+    bridge.destroy()
+
+
 @pytest.mark.ranks(3)
 def test_lanes_that_do_not_fit_together_are_named():
     bridge = whole_world(grid(dp=2), grid(2, dp=1))

@@ -65,25 +65,34 @@ class TiedParameters:
     def reduce(self, waiting: Waiting | None = None) -> None:
         """Sum the gradient over all copies: the ``REDUCE`` of this name (``reducers={name: tied.reduce}``).
 
-        Afterwards the gradients of all copies are bitwise equal. A copy without one counts as zero and gets the sum.
-        With the second sum, and each `COMPARED_EVERY` after it, the copies are compared before (`require_equal`).
+        Afterwards the gradients of all copies are bitwise equal. A copy without one counts as zero and gets the sum;
+        where no copy has one (all are frozen by now, or the step used none), all stay without, as in one process.
+        With the second sum, and each `COMPARED_EVERY` after it, the copies are compared before (`require_equal`). The
+        host reads the device where a copy of this rank has no gradient.
 
         Raises:
             ReplicaError: as `require_equal`.
+            GradientError: a gradient is sparse.
         """
         if not self.copies:
             return
         if next(self._sums) % COMPARED_EVERY == 1:
             self.require_equal(waiting)
         first = self.copies[0]
-        total = torch.zeros_like(first, dtype=accumulation_dtype(first))
-        for copy in self.copies if self.contributes else ():
-            if (gradient := accumulated(copy)) is not None:
-                total.add_(gradient)
+        total = torch.zeros(first.numel() + 1, dtype=accumulation_dtype(first), device=first.device)
+        summed, flag = total[:-1].view(first.shape), total[-1:]  # the flag: a copy has had a gradient
+        found = [gradient for copy in self.copies if (gradient := accumulated(copy)) is not None]
+        for gradient in found if self.contributes else ():
+            if gradient.is_sparse:
+                raise GradientError(f"tied parameter {self.name!r} has a sparse gradient; use Embedding(sparse=False)")
+            summed.add_(gradient)
+            flag.fill_(1)
         if self.group is not None:
             all_reduce(total, self.group)(waiting or Waiting())
+        used = len(found) == len(self.copies) or bool(flag)
         for copy in self.copies:
-            set_accumulated(copy, total)
+            if used:
+                set_accumulated(copy, summed)
             copy.tied.summed = True  # type: ignore[attr-defined]
 
     @torch.no_grad()

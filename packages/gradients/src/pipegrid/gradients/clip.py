@@ -94,7 +94,8 @@ def clip_grad_norm_(
         if (gradient := accumulated(each.parameter)) is not None:
             gradients.append(local_of(gradient))
             if _counts(each, gradient) and gradients[-1].numel():
-                counted.append(gradients[-1])
+                part = gradients[-1]
+                counted.append(part.abs() if part.is_complex() else part)
     infinite = math.isinf(norm_type)
     # float64 in between: the sum of powers is then the same to the last float32 bit however it is cut over ranks.
     # Beside it whether any part is NaN: not every backend's MAX hands a NaN on, and ranks would disagree.

@@ -62,6 +62,7 @@ class Stage(nn.Module):
     """
 
     whole: nn.Module
+    sends_lists = True  # read by the step functions: a list that a layer returned is one payload
 
     def __init__(
         self,

@@ -59,6 +59,7 @@ class MegatronStage:
     infos: list[tuple[int, Any]] = field(factory=list, init=False)  # by microbatch
     num_tokens: torch.Tensor | None = field(default=None, init=False)
     _one_module: bool = field(init=False)
+    _sends_lists: bool | None = field(default=None, init=False)  # a list of the model's is one payload; None: not asked
 
     def __attrs_post_init__(self) -> None:
         self._one_module = len(self.graph.modules) == 1
@@ -80,6 +81,8 @@ class MegatronStage:
         found = modules_with(modules_in(model), "current_microbatch", "current_slice")
         self.numbered = found["current_microbatch"]
         self.sliced = found["current_slice"] if self.num_slices > 1 else ()
+        if self._sends_lists is None:
+            self._sends_lists = bool(unwrapped_attribute(model, "sends_lists"))
         if not self.forward_only or call.first_val_step is None or call.first_val_step:
             self.starts = unwrapped_attribute(model, "set_is_first_microbatch")
         self.run = partial(
@@ -116,6 +119,8 @@ class MegatronStage:
         if self.starts is not None and microbatch == self.first and (part is None or part.is_first):
             self.starts()
         received = next(iter(inputs.values()), None)
+        if self._sends_lists and isinstance(received, list):
+            received = [received]
         if not self._one_module:
             received = {self.graph.module_of(edge.source)[0]: payload for edge, payload in inputs.items()}
         extra = () if self.checkpointed is None else (microbatch in self.checkpointed,)
@@ -139,7 +144,7 @@ class MegatronStage:
         own_loss = None
         if isinstance(output, WithLoss):
             output, own_loss = output.output, self._own_loss(output.loss, microbatch)
-        if isinstance(received, list) and not isinstance(output, list):
+        if isinstance(received, list) and not (self._sends_lists or isinstance(output, list)):
             output = [output]
         if self.shapes is not None:
             self.shapes.check(output, sent=True, stage=self.stage, microbatch=microbatch)

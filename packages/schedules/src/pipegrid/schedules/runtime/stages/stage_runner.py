@@ -226,7 +226,9 @@ class StageRunner:
         # As in a whole backward: an unused input has a gradient of zeros, and a gradient that an operator returns as a
         # view (of a transpose, a sum) is made contiguous, as accumulation into `grad` would make it.
         by_input = {
-            id(tensor): torch.zeros_like(tensor) if gradient is None else gradient.contiguous()
+            id(tensor): torch.zeros_like(tensor)
+            if gradient is None
+            else (gradient if gradient.is_sparse else gradient.contiguous())  # a lane says what sparse ones need
             for tensor, gradient in zip(inputs, found, strict=False)
         }
         # What W begins with it may give to a parameter, whose next gradient is added in place.

@@ -19,6 +19,7 @@ from pipegrid.stages.comparison.compare import StageComparison, compare
 from pipegrid.stages.errors import CutError
 from pipegrid.stages.names import Names
 from pipegrid.stages.proof.proof import Proofs
+from pipegrid.stages.skeleton import with_buffers_apart
 from pipegrid.stages.stage import Stage
 from pipegrid.topology import HyperCommGrid
 from pipegrid.topology.world import resolve_rank
@@ -96,7 +97,7 @@ def pipeline_stage(
             and their ranks need no data for them.
         batch: what the model is called with, a dict of arguments by name or a tuple of positional ones: the cut is
             proved here (`prove_cut`), before parameters have values. None: in the first forward of each stage.
-        allow_empty: stages without parameters are allowed; they pass on what they receive.
+        allow_empty: stages without parameters are allowed; they pass on what they receive. The same on all ranks.
 
     Raises:
         CutError: layers not found, a layout that does not fit the model, or with a grid other than pp x chunks stages,
@@ -120,7 +121,7 @@ def pipeline_stage(
     model, assignment, proofs = chosen.built(model, batch)
     made = [
         Stage(
-            model,
+            model if number == numbers[0] else with_buffers_apart(model, assignment),
             assignment,
             number,
             placement=placement,
@@ -183,11 +184,11 @@ class _Cut:
         require_not_compiled(whole)
         assignment = assign(whole, self.layout, self.names)
         require_no_shared_memory(whole, assignment, self.numbers)
-        for number in self.numbers:
+        for number in range(assignment.num_stages):  # of all ranks: each raises, and none waits for the others
             if not self.allow_empty and not assignment.parameters(number):
                 raise CutError(
                     f"stage {number} of layout {self.layout.short_text()} has no parameters; move a layer to it, or "
-                    "pass allow_empty=True"
+                    "give pipeline_stage allow_empty=True"
                 )
         return assignment
 

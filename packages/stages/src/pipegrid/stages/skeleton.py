@@ -283,6 +283,30 @@ class ParametersPlaceholder(PartPlaceholder):
         return key in self.__dict__["ghost"]
 
 
+def with_buffers_apart(model: nn.Module, assignment: Assignment) -> nn.Module:
+    """The model with copies of the buffers that are in no stage alone, for a further stage of a rank.
+
+    A model's own code, which runs on each stage, may write to them (a counter of forwards). Parameters and parts of
+    stages are shared with ``model``, which is not changed.
+    """
+    parts: dict[int, nn.Module] = {}
+    buffers: dict[int, Tensor] = {}  # what is in two places stays one
+
+    def apart(part: nn.Module, path: str) -> nn.Module:
+        in_a_stage = path in assignment.stage_of_layer or (assignment.owners(path) and not assignment.has_layers(path))
+        if (in_a_stage and not is_container(part)) or next(part.buffers(), None) is None:
+            return part
+        if id(part) not in parts:
+            made = parts[id(part)] = copied(part)
+            for key, child in children_of(part):
+                made.add_module(key, apart(child, joined(path, key)))
+            for key, buffer in part.named_buffers(recurse=False, remove_duplicate=False):
+                setattr(made, key, buffers.setdefault(id(buffer), buffer.clone()))
+        return parts[id(part)]
+
+    return apart(model, "")
+
+
 def skeleton_of(model: nn.Module, assignment: Assignment, stage: int, run: StageRun) -> nn.Module:
     """The model with the parts of ``stage``; own parts are shared with ``model``, which is not changed."""
     aliases = model.named_modules(remove_duplicate=False)

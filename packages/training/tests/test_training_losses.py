@@ -215,6 +215,43 @@ def test_padding_in_an_entry_of_another_name_is_found_where_halves_tell_it():
                 loss(SimpleNamespace(logits=some), part, counts)
 
 
+def made_by_the_model(targets, ignored, *, microbatches=2):
+    """The weight of a microbatch beside others, whose mean is in the output of the model, by `GivenLoss`."""
+    part = microbatch({"targets": targets}, Share(), CPU)
+    logits = torch.randn(len(targets), LENGTH, CLASSES)
+    output = SimpleNamespace(logits=logits, loss=F.cross_entropy(logits.mT, targets, ignore_index=ignored))
+    loss = GivenLoss(lambda output, batch: output.loss)
+    return loss(output, part, counted(sums_of([part] * microbatches)))[1].item()
+
+
+@pytest.mark.parametrize("ignored", [-1, -100])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_padding_that_a_loss_of_the_model_ignores_is_an_error_where_rows_have_unequal_numbers(ignored, rows):
+    """nanoGPT's model returns ``(logits, loss)``, of targets of which -1 does not count."""
+    targets = torch.ones(rows, LENGTH, dtype=torch.long)
+    assert made_by_the_model(targets, ignored) == 1.0
+    targets[0, 2:] = ignored
+    with pytest.raises(StageOutputError, match=r"over what is not negative in 'targets', .* Return \(sum, count\)"):
+        made_by_the_model(targets, ignored)
+    assert made_by_the_model(targets, ignored, microbatches=1) == 1.0
+    if rows > 1:  # equally many in each: a mean over rows as well
+        targets[:, 2:] = ignored
+        assert made_by_the_model(targets, ignored) == 1.0
+
+
+def test_an_index_below_zero_that_a_loss_ignores_in_a_later_microbatch_is_found():
+    loss, whole = GivenLoss(lambda logits, batch: F.cross_entropy(logits.mT, batch["y"], ignore_index=-1)), []
+    for targets in (torch.ones(4, LENGTH, dtype=torch.long), torch.ones(4, LENGTH, dtype=torch.long).tril(-3) - 1):
+        part = microbatch({"y": targets}, Share(), CPU)
+        whole.append(part.pattern)
+        if targets.min() == 1:
+            loss(torch.randn(4, LENGTH, CLASSES), part, counted(sums_of([part])))
+            continue
+        with pytest.raises(StageOutputError, match=r"a mean over rows is .* Return \(sum, count\)"):
+            loss(torch.randn(4, LENGTH, CLASSES), part, counted(sums_of([part])))
+    assert whole == [{"rows"}, {"rows", "y padded", "y varies"}]
+
+
 def test_a_microbatch_without_labels_adds_nothing_where_the_model_has_a_loss_of_its_own():
     logits, labels = drawn(3, [2, 2], padding=False)
     labels[:2] = -100

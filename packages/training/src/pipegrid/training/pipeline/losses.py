@@ -27,12 +27,13 @@ from pipegrid.training.pipeline.counts import (
     FOLLOWING,
     FOLLOWING_ELEMENTS,
     LABELS,
+    MICROBATCHES,
     NAMES,
     ROWS,
     StepCounts,
     Weight,
 )
-from pipegrid.training.pipeline.microbatches import Microbatch
+from pipegrid.training.pipeline.microbatches import Microbatch, is_uneven, padding_of
 from pipegrid.training.pipeline.parts import LossPart, doubled, halves, mapped, padded_apart, zero_of
 
 TOLD = 5
@@ -287,7 +288,9 @@ class GivenLoss:
     A mean says not what it is over. Where that matters (a microbatch weighs otherwise by its rows than by its labels),
     the function is called once with a microbatch without padding, with one of much padding, and with both: the rule by
     which the first two means make the third is that of all microbatches. A microbatch that shows what none before has
-    shown is compared with the means of its halves. Of ``(sum, count)``, what is counted is found likewise.
+    shown is compared with the means of its halves; where these tell nothing, since the model makes the loss, entries
+    with negative whole numbers, which losses ignore, must have equally many in each row. Of ``(sum, count)``, what is
+    counted is found likewise.
     """
 
     def __init__(self, loss: Callable[..., Any]) -> None:
@@ -319,7 +322,9 @@ class GivenLoss:
         if not own[rule]:
             return _mean(zero_of(output), 0.0, rule, counts)
         if microbatch.pattern not in self._seen:
-            self._require_of_halves(output, microbatch, _rules_for(microbatch) if self._rule is None else (rule,))
+            rules = _rules_for(microbatch) if self._rule is None else (rule,)
+            if not self._is_of_halves(output, microbatch, rules) and self._rule is None:
+                _require_even(microbatch, counts)
             if _tells(microbatch):
                 self._seen.add(microbatch.pattern)
         return _mean(loss, own[rule], rule, counts)
@@ -364,11 +369,14 @@ class GivenLoss:
             f"both as one; {_shown(means)}. Return (sum, count), or (mean, 1) for a mean over microbatches"
         )
 
-    def _require_of_halves(self, output: Any, microbatch: Microbatch, rules: Sequence[int]) -> None:
-        """Raise where the mean of a microbatch is made of those of its halves by none of ``rules``."""
+    def _is_of_halves(self, output: Any, microbatch: Microbatch, rules: Sequence[int]) -> bool:
+        """Raise where the mean of a microbatch is made of those of its halves by none of ``rules``.
+
+        False where they tell nothing: of one row, and of a loss that the model has made, which is not cut.
+        """
         parts = halves(output, microbatch.inputs, microbatch.rows)
         if parts is None:
-            return
+            return False
         values, means, fits = self._means(parts, rules)
         if not fits:
             raise StageOutputError(
@@ -376,6 +384,7 @@ class GivenLoss:
                 f"its first rows and the others; {_shown(means)}. Return (sum, count), or (mean, 1) for a mean over "
                 "microbatches"
             )
+        return not values[0] == values[1] == values[2]
 
     def _require_of_counts(self, output: Any, microbatch: Microbatch) -> None:
         """Raise where what is no whole number is a mean of those of halves, such as an accuracy, and not their sum."""
@@ -433,9 +442,25 @@ def _is_count(value: Any) -> bool:
 def _tells(microbatch: Microbatch) -> bool:
     """Whether means of halves tell a mean over rows from one without padding in entries other than ``labels``."""
     half, rest = microbatch.rows // 2, microbatch.rows - microbatch.rows // 2
-    padded = [name.removesuffix(" padded") for name in microbatch.pattern if name.endswith(" padded")]
-    entries = [microbatch.inputs[name] == IGNORED for name in padded if name != "labels"]
+    entries = [padding_of(microbatch.inputs[name]) for name in _padded(microbatch)]
     return not half or all(int(one[:half].sum()) * rest != int(one[half:].sum()) * half for one in entries)
+
+
+def _padded(microbatch: Microbatch) -> list[str]:
+    """The padded entries other than ``labels``."""
+    found = [name.removesuffix(" padded") for name in microbatch.pattern if name.endswith(" padded")]
+    return [name for name in found if name != "labels"]
+
+
+def _require_even(microbatch: Microbatch, counts: StepCounts) -> None:
+    """Raise where a mean, of which parts tell nothing, may be over what is not padding in an entry."""
+    uneven = [name for name in _padded(microbatch) if is_uneven(microbatch.inputs[name])]
+    if uneven and counts.numbers()[MICROBATCHES] > 1:
+        raise StageOutputError(
+            f"loss returned a mean, and whether it is one over rows, or over what is not negative in {uneven[0]!r}, of "
+            f"which rows have unequal numbers, cannot be found out from a microbatch of {microbatch.rows} rows whose "
+            "loss the model makes, or of one row. Return (sum, count), or (mean, 1) for a mean over microbatches"
+        )
 
 
 def _rules_for(microbatch: Microbatch) -> tuple[int, ...]:

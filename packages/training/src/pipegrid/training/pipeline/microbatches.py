@@ -158,12 +158,28 @@ def _patterns(parts: Sequence[Mapping[str, Any]], rows: Sequence[int]) -> list[f
         read = iter(torch.cat([pairs for _, pairs in together]).tolist())
         for name, place in [one for each, _ in together for one in each]:
             low, high = next(read)
-            # Also where one is NaN:
-            if not (low > IGNORED or high < IGNORED) and bool((parts[place][name] == IGNORED).any()):
+            entry = parts[place][name]
+            numbers = entry.is_floating_point() or entry.is_complex()
+            ignored = not (low > IGNORED or high < IGNORED) and bool((entry == IGNORED).any())  # also where one is NaN
+            if ignored or (not numbers and low < 0 and is_uneven(entry)):  # such as -1, which many scripts ignore
                 found[place].add(f"{name} padded")
             if low != high:
                 found[place].add(f"{name} varies")
     return [frozenset(each) for each in found]
+
+
+def padding_of(value: torch.Tensor) -> torch.Tensor:
+    """Where an entry may have nothing to count: -100, and of whole numbers all below zero."""
+    return value == IGNORED if value.is_floating_point() or value.is_complex() else value < 0
+
+
+def is_uneven(value: torch.Tensor) -> bool:
+    """Whether rows may count unequally many numbers of an entry: `padding_of` differs, or there is one row with some.
+
+    The host waits for the entry.
+    """
+    low, high = torch.stack(torch.aminmax(padding_of(value).reshape(len(value), -1).sum(dim=1))).tolist()
+    return low != high or (len(value) == 1 and high > 0)
 
 
 def signature(forms: Sequence[str]) -> str:

@@ -81,9 +81,10 @@ class Pipeline:
         loss: ``f(output, microbatch)``, a mean or ``(sum, count)``, from what the last stage returns and its part of
             the batch. A mean is over rows, or over labels that are not -100, all or without the first of each row:
             which, is found in the first microbatches where it matters (``f`` is called a few more times there, without
-            gradients, on parts of a microbatch), and a mean over anything else is an error; ``(mean, 1)`` is a mean
-            over microbatches. Either may be in `WithLoss`, beside a loss that is a mean over the microbatches. None:
-            the model's own ``output.loss``, a mean over the tokens of the whole step.
+            gradients, on parts of a microbatch), and a mean over anything else is an error, as is one that the model
+            makes of an entry other than ``labels`` whose rows ignore unequally many (negative whole numbers);
+            ``(mean, 1)`` is a mean over microbatches. Either may be in `WithLoss`, beside a loss that is a mean over
+            the microbatches. None: the model's own ``output.loss``, a mean over the tokens of the whole step.
         names: as in `pipeline_stage`.
         forward: ``f(stage, microbatch)``, as in `PipelineModule`.
         parallelize: ``f(stage)`` for each stage of this rank, before its parameters are read: FSDP2, tensor

@@ -133,6 +133,7 @@ def _fill(
             if same and key.startswith(prefix)
         }
         dcp.load(path, found, {**own.now(), **targets, **randoms})
+        own.spread()
         for optimizer, parameter, loaded in states:  # one without a saved state has none
             if loaded:
                 optimizer.state[parameter] = loaded

@@ -14,6 +14,7 @@ from pipegrid.checkpoint.stored.plain import dtype_name
 from pipegrid.core.fields import shown
 from pipegrid.stages.assignment import Tie, names_of_ties
 from pipegrid.stages.errors import CheckpointError
+from pipegrid.stages.stage import Stage
 from pipegrid.topology.world import resolve_rank
 
 # Modules that only wrap another one: their part of a name is not one of the model's.
@@ -27,7 +28,7 @@ class Held:
     module: str
     name: str
     stage: int
-    tied: bool
+    tied: bool  # on several stages: a tied parameter, or a buffer of a cut model, such as one of the model itself
     parameter: bool
     shape: tuple[int, ...]
     dtype: str
@@ -128,7 +129,8 @@ def slots_of(
         name = whole[0] if declared is None else tied[declared]
         _, owner, leaf, tensor, parameter = places[0]
         shape, dtype = tuple(tensor.shape), dtype_name(tensor.dtype)
-        held = Held(module, name, number, declared is not None, parameter, shape, dtype)
+        tied_here = declared is not None or (not parameter and isinstance(stage, Stage))
+        held = Held(module, name, number, tied_here, parameter, shape, dtype)
         if name in made:
             raise CheckpointError(f"module {module!r} stage {number} has two tensors with the name {name!r}")
         made[name] = TensorPlace(held, owner, leaf, tuple(other for other in whole if other != name))
@@ -239,6 +241,14 @@ class StateTensors:
     def now(self) -> dict[str, Tensor]:
         """The tensors as they are now, by key."""
         return {slot.held.key: slot.tensor() for slot in self._slots}
+
+    @torch.no_grad()
+    def spread(self) -> None:
+        """Give what `now` has of a key to the other stages of this rank that have it."""
+        now = self.now()
+        for slot in self._slots:
+            if (own := slot.tensor()) is not now[slot.held.key]:
+                own.copy_(now[slot.held.key])
 
 
 def known_state(state: Any) -> TrainingState:

@@ -1,8 +1,12 @@
 """What training scripts do around models and between steps, beside one process: updates, gradients or none, buffers."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from pipegrid.schedules import PipelineConfig
 from pipegrid.stages.errors import CutError
@@ -162,3 +166,57 @@ def _require_equal(stages, expected, what):
 def test_a_layout_with_an_empty_stage_is_an_error_on_every_rank(ranks):
     with pytest.raises(CutError, match="stage 2 of layout .* has no parameters"):
         Pipeline(Model, "Ett|t||tL", HyperCommGrid([2], ["pp"]), schedule="looped_bfs", names=Names("layers"))
+
+
+class OwnLoss(Counting):
+    """It returns its loss beside its logits, as models of Hugging Face do."""
+
+    def forward(self, ids, labels):
+        logits = super().forward(ids)
+        return SimpleNamespace(logits=logits, loss=F.cross_entropy(logits.flatten(0, 1), labels.flatten()))
+
+
+class Recomputed(nn.Module):
+    """A layer that keeps a mean of what it sees, and sees it again as it is recomputed."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, hidden):
+        return checkpoint(self.computed, hidden, use_reentrant=False)
+
+    def computed(self, hidden):
+        self.mean.lerp_(hidden.detach().mean((0, 1)), 0.1)
+        return self.linear(hidden)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("make", [OwnLoss, lambda: Model(Recomputed)], ids=["own loss", "recomputed"])
+def test_buffers_that_forwards_write_are_no_difference_of_the_first_step(ranks, make, capfd):
+    ids = torch.arange(8 * 3).remainder(WORDS).view(8, 3)
+    own = make is OwnLoss
+    loss = None if own else lambda output, batch: output.square().mean()
+    batch = {"ids": ids} | ({"labels": ids} if own else {})
+    grid, names = HyperCommGrid([2], ["pp"]), Names("layers")
+    with Pipeline(make, "Et|tttL", grid, num_microbatches=MICROBATCHES, loss=loss, names=names) as pipeline:
+        pipeline.step(batch)
+    assert "not compared" not in capfd.readouterr().err
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("schedule", "layout"), [("1f1b", "Et|tttL"), ("looped_bfs", "Et|t|t|tL")])
+def test_a_buffer_of_the_model_itself_is_saved_and_loaded_on_every_stage(ranks, schedule, layout):
+    ids = torch.arange(8 * 3).remainder(WORDS).view(8, 3)
+    loss, names = lambda output, batch: output.square().mean(), Names("layers")
+    grid = HyperCommGrid([2], ["pp"])
+    with Pipeline(
+        Counting, layout, grid, schedule=schedule, num_microbatches=MICROBATCHES, loss=loss, names=names
+    ) as pipeline:
+        pipeline.step({"ids": ids})
+        pipeline.save(ranks.shared_path, step=1)
+        pipeline.step({"ids": ids})
+        assert [stage.whole.seen.item() for stage in pipeline.stages["model"]] == [4] * (layout.count("|") // 2 + 1)
+        pipeline.load(ranks.shared_path)
+        assert {stage.whole.seen.item() for stage in pipeline.stages["model"]} == {2}

@@ -55,7 +55,7 @@ class Right:
 
     loss: float  # the mean
     gradients: Mapping[str, Tensor | None]  # of all parameters that are trained, by the first name of each
-    buffers: Mapping[str, Tensor]  # those that are saved, after the first replica
+    buffers: Mapping[str, Tensor]  # those that are saved, after the first replica, unless its backward writes to them
     limit: float  # the largest error, of a norm, that rounding explains
     cut: str | None  # in words, where rows have other outputs in microbatches than in their batch, in evaluation mode
 
@@ -111,8 +111,12 @@ class OneProcess:
         number = sum(len(parts) for *parts, _ in given.batches)
         scale = grad_scale(self.job.config, torch.ones_like(loss))
         made: Sequence[Tensor | None] = ()
+        before = {name: one.clone() for name, one in self.job.read(held, nn.Module.named_buffers)}
         if weights:
             made = torch.autograd.grad(loss * number * scale, [*weights.values()], allow_unused=True)
+        for name, one in self.job.read(held, nn.Module.named_buffers):
+            if not torch.equal(one, before[name]):  # by a layer that is recomputed, in the order of a schedule
+                buffers.pop(name, None)
         gradients = {name: None if one is None else one / number for name, one in zip(weights, made, strict=True)}
         limit = self._limit({one.dtype for one in weights.values()})
         return Right(mean.item(), gradients, buffers, limit, self._cut_apart(wholes, given, limit))
@@ -171,11 +175,12 @@ class OneProcess:
             raise LookupError("tensor-parallel layers may draw the random numbers of their parts")
         for scaler in aux_loss_scalers(self.job.config) if given.attaches else ():
             scaler.set_scale(grad_scale(self.job.config, torch.ones((), device=self.job.device), scaler.grad_scale))
+        buffers = ran.buffers()  # before further forwards
         plain = not (ran.drew or given.attaches or beside) and self.job.loss is None
         uncut = self._uncut(wholes, every, outputs) if plain else None
         loss = self._mean(outputs, every, beside) if uncut is None else uncut
         added = torch.stack([loss.new_zeros(()), *(each / len(every) for each in beside)]).sum()
-        return loss, added, ran.buffers()
+        return loss, added, buffers
 
     def _outputs(
         self,
@@ -265,13 +270,16 @@ class OneProcess:
 
     @torch.no_grad()
     def _cut_apart(self, wholes: Mapping[str, nn.Module], given: Given, limit: float) -> str | None:
-        """`Right.cut`; each forward finds on the host what the first one found, such as a counter at its start."""
+        """`Right.cut`; each forward finds on the host and in buffers what the first one found, such as a counter."""
         for whole in wholes.values():
             whole.eval()
         state = HostState(*(module.model for module in self.job.modules.values()), *wholes.values())
+        buffers = {name: _buffers(whole) for name, whole in wholes.items()}
 
         def called(part: Microbatch) -> Any:
             state.restore()
+            for name, whole in wholes.items():
+                _set_buffers(whole, buffers[name])
             ((output, _),), _ = self._outputs(wholes, part, dict.fromkeys(self.shares, 1))
             return output
 

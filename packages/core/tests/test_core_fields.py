@@ -1,6 +1,7 @@
 """Rules of annotations are checked where data is made."""
 
 import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fractions import Fraction
 from typing import Annotated, Any, Literal
 
@@ -130,3 +131,49 @@ def test_arguments_of_a_function_are_brought_into_their_one_form():
         launch()
     with pytest.raises(TypeError, match=r"launch\(\) takes 1 positional argument but 2"):
         launch(1, "shared")
+
+
+@checked_arguments(JobError)
+def lay_out(
+    job: Job | None = None,
+    *,
+    flag: bool = False,
+    name: str | None = None,
+    names: Iterable[str] = (),
+    jobs: Mapping[str, Job] | None = None,
+    then: Callable[[], None] | Job | None = None,
+    series: str | Sequence[str] = "",
+) -> Any:
+    return job, flag, name, names, jobs, then, series
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"job": 3}, "job is 3; it must be a Job"),
+        ({"job": Job}, r"job is <class .* \(type\); it must be a Job"),
+        ({"flag": "no"}, "flag is 'no'; it must be True or False"),
+        ({"flag": 1}, "flag is 1; it must be True or False"),
+        ({"flag": torch.ones(2)}, r"flag is tensor\(.*; it must be True or False"),
+        ({"name": b"x"}, r"name is b'x' \(bytes\); it must be a string"),
+        ({"names": "tp"}, "names is 'tp'; it must be a list or tuple"),
+        ({"names": None}, "names is None; it must be a list or tuple"),
+        ({"names": torch.tensor(2)}, r"names is tensor\(2\) \(Tensor\); it must be a list or tuple"),
+        ({"names": ["tp", 2]}, r"names\[1\] is 2; it must be a string"),
+        ({"jobs": [Job(1)]}, r"jobs is \[Job.*; it must be a mapping"),
+        ({"jobs": {"a": None}}, r"jobs\['a'\] is None; it must be a Job"),
+        ({"then": "x"}, "then is 'x'; it must be a function or another callable or a Job"),
+        ({"series": 3}, "series is 3; it must be a string or a list or tuple"),
+    ],
+)
+def test_an_argument_of_another_class_than_its_annotation_is_the_functions_error(arguments, text):
+    with pytest.raises(JobError, match=f"^{text}$"):
+        lay_out(**arguments)
+
+
+def test_an_argument_of_its_annotations_class_stays_as_it_is():
+    job, names, jobs = Job(1), (each for each in "ab"), {"a": Job(2)}
+    given = (job, True, "x", names, jobs, print, ["tp"])
+    named = dict(zip(("flag", "name", "names", "jobs", "then", "series"), given[1:], strict=True))
+    assert all(one is other for one, other in zip(lay_out(job, **named), given, strict=True))
+    assert lay_out(flag=torch.tensor(True))[1] is True

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch.distributed as dist
 
@@ -24,12 +24,10 @@ from pipegrid.checkpoint.state.names import TrainingState, known_state
 from pipegrid.checkpoint.state.snapshot import Snapshot, Snapshots
 from pipegrid.checkpoint.stored import folder
 from pipegrid.checkpoint.stored.lock import Lock
-from pipegrid.core.fields import Count, Index, Seconds, checked
+from pipegrid.core.fields import Count, Index, Seconds, checked, checked_arguments
+from pipegrid.monitor.monitor import Monitor
 from pipegrid.stages.errors import CheckpointError
 from pipegrid.topology import discard_groups
-
-if TYPE_CHECKING:
-    from pipegrid.monitor.monitor import Monitor
 
 
 class Checkpoints:
@@ -61,6 +59,7 @@ class Checkpoints:
         >>> checkpoints.close()
     """
 
+    @checked_arguments(CheckpointError)
     def __init__(
         self,
         directory: str | os.PathLike[str],

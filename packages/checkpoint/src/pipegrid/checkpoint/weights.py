@@ -23,7 +23,7 @@ from pipegrid.checkpoint.state.names import TensorPlace, TrainingState, known_st
 from pipegrid.checkpoint.stored import dcp, manifest, reading
 from pipegrid.checkpoint.stored.manifest import Manifest
 from pipegrid.checkpoint.stored.plain import dtype_of, raw_bytes
-from pipegrid.core.fields import shown
+from pipegrid.core.fields import checked_arguments, shown
 from pipegrid.core.strict_json import read_json
 from pipegrid.stages.errors import CheckpointError, CorruptCheckpointError
 from pipegrid.stages.safetensors_files import CODES
@@ -37,6 +37,7 @@ _NOT_BESIDE: Final = ("*.index.json", "adapter_*", "trainer_*")
 
 
 @torch.no_grad()
+@checked_arguments(CheckpointError)
 def load_safetensors(state: TrainingState, path: str | os.PathLike[str]) -> None:
     """Fill the parameters and buffers of ``state`` from a file with whole-model names; each rank reads its own part.
 
@@ -107,6 +108,7 @@ def _fill(slot: TensorPlace, name: str, file: Any) -> None:
         local.copy_(file.get_slice(name)[box])
 
 
+@checked_arguments(CheckpointError)
 def export_safetensors(
     checkpoint: str | os.PathLike[str],
     target: str | os.PathLike[str],

@@ -14,7 +14,7 @@ import math
 import operator
 import re
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal, ParamSpec, TypeAlias, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import attrs
@@ -172,7 +172,8 @@ def checked_fields(error: ErrorType) -> Callable[[type, list[attrs.Attribute[Any
     """
 
     def transform(cls: type, attributes: list[attrs.Attribute[Any]]) -> list[attrs.Attribute[Any]]:
-        hints = get_type_hints(cls, localns={cls.__name__: cls}, include_extras=True)
+        # Not the class itself, in whose place attrs puts one with slots.
+        hints = get_type_hints(cls, localns={cls.__name__: Any}, include_extras=True)
         own = inspect.get_annotations(cls)  # inherited fields are checked by their own class
         return [
             attribute.evolve(converter=_converter(attribute, check, f"{cls.__name__}.{attribute.name}", error))
@@ -242,14 +243,60 @@ def _check_of(annotation: Any) -> Check | None:
         return _by_rules([one for one in arguments[1:] if isinstance(one, Rule)])
     if origin is Literal:
         return _by_choice(arguments)
-    if origin in (Union, types.UnionType) and type(None) in arguments:
+    if origin in (Union, types.UnionType):
         rest = [one for one in arguments if one is not type(None)]
-        inner = _check_of(rest[0]) if len(rest) == 1 else None
-        return None if inner is None else _optional(inner)
+        inner = _check_of(rest[0]) if len(rest) == 1 else _by_kind(*rest)
+        return _optional(inner) if inner is not None and type(None) in arguments else inner
     if origin is tuple and len(arguments) == 2 and arguments[1] is Ellipsis:
         inner = _check_of(arguments[0])
         return None if inner is None else _items(inner)
-    return None
+    return _by_kind(annotation)
+
+
+_SERIES = (Sequence, Iterable, Collection)
+_WORDS: dict[Any, str] = {
+    bool: "True or False",
+    str: "a string",
+    Mapping: "a mapping",
+    Callable: "a function or another callable",
+    **dict.fromkeys(_SERIES, "a list or tuple"),
+}
+
+
+def _by_kind(*annotations: Any) -> Check | None:
+    """An instance of one of the classes, and of that of the items where there is one; None where one is no class.
+
+    Numbers and protocols are no classes in this sense: others stand in for them.
+    """
+    kinds = tuple(get_origin(one) or one for one in annotations)
+    if not all(isinstance(kind, type) and not getattr(kind, "_is_protocol", False) for kind in kinds):
+        return None
+    if any(issubclass(kind, (int, float, complex)) and kind is not bool for kind in kinds) or {object, Any} & {*kinds}:
+        return None
+    others = tuple([kind for kind in kinds if kind not in _SERIES])
+    series = len(others) < len(kinds)
+    text = " or ".join(_WORDS.get(kind) or f"a{'n' * (kind.__name__[0] in 'AEIO')} {kind.__name__}" for kind in kinds)
+    inner = _check_of(get_args(annotations[0])[-1]) if len(kinds) == 1 and kinds[0] in (*_SERIES, Mapping) else None
+
+    def check(value: Any, what: str, error: ErrorType) -> Any:
+        if not (isinstance(value, others) or (series and _is_series(value))):
+            if bool in kinds and "bool" in str(getattr(value, "dtype", "")):
+                return bool(value)  # of numpy
+            raise error(f"{what} is {shown(value)}; it must be {text}")
+        if inner is not None and isinstance(value, (list, tuple, dict)):
+            for at, item in value.items() if isinstance(value, dict) else enumerate(value):
+                inner(item, f"{what}[{at!r}]", error)
+        return value
+
+    return check
+
+
+def _is_series(value: Any) -> bool:
+    try:
+        iter(value)
+    except TypeError:  # also of a tensor without axes, which calls itself iterable
+        return False
+    return not isinstance(value, (str, bytes))  # their characters are not meant
 
 
 def _by_rules(rules: list[Rule]) -> Check | None:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 
+from pipegrid.core.fields import Amount, Seconds, checked_arguments
 from pipegrid.goodput.simulate import Outcome, Policy, Scenario, simulate
+from pipegrid.planner.errors import JobError
 
 _RATIO = 1.5  # between intervals that are tried first
 _ROUNDS = 3  # of the search between the neighbours of the best
 _TRIED = 8  # intervals in each of them
 
 
-def young(checkpoint: float, mtbf: float) -> float:
+@checked_arguments(JobError)
+def young(checkpoint: Amount, mtbf: Seconds) -> float:
     """Seconds of training between checkpoints by Young's formula (1974): the root of 2 ``checkpoint`` ``mtbf``.
 
     Examples:
@@ -21,7 +24,8 @@ def young(checkpoint: float, mtbf: float) -> float:
     return math.sqrt(2 * checkpoint * mtbf)
 
 
-def daly(checkpoint: float, mtbf: float) -> float:
+@checked_arguments(JobError)
+def daly(checkpoint: Amount, mtbf: Seconds) -> float:
     """Seconds of training between checkpoints by Daly's higher-order formula (2006, equation 37).
 
     Examples:
@@ -34,7 +38,8 @@ def daly(checkpoint: float, mtbf: float) -> float:
     return young(checkpoint, mtbf) * (1 + math.sqrt(part) / 3 + part / 9) - checkpoint
 
 
-def daly_goodput(interval: float, *, checkpoint: float, restart: float, mtbf: float) -> float:
+@checked_arguments(JobError)
+def daly_goodput(interval: Seconds, *, checkpoint: Amount, restart: Amount, mtbf: Seconds) -> float:
     """The goodput of restarts from a checkpoint after each ``interval`` seconds of training (Daly 2006, equation 20).
 
     For failures of a Poisson process, also during restarts and checkpoints, and nodes that are replaced at once.
@@ -46,6 +51,7 @@ def daly_goodput(interval: float, *, checkpoint: float, restart: float, mtbf: fl
     return interval / (mtbf * math.exp(restart / mtbf) * math.expm1((interval + checkpoint) / mtbf))
 
 
+@checked_arguments(JobError)
 def best_interval(scenario: Scenario, policy: Policy) -> Outcome:
     """The interval with the most goodput, "never" if no other has more: a geometric series, then between the best.
 

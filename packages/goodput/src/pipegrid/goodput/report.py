@@ -9,13 +9,16 @@ from statistics import mean
 from attrs import asdict
 from attrs.filters import exclude
 
+from pipegrid.core.fields import checked_arguments
 from pipegrid.core.tables import table, text_table
 from pipegrid.goodput.durations import duration_text
 from pipegrid.goodput.goodput import Goodput
 from pipegrid.goodput.interval import daly_goodput
 from pipegrid.goodput.simulate import CAUSES, Outcome
+from pipegrid.planner.errors import JobError
 
 
+@checked_arguments(JobError)
 def goodput_table(found: Goodput, *, terminal: bool = False) -> str:
     """The scenario, a row for each policy with the share of the time that each cause takes, and what to choose.
 
@@ -90,6 +93,7 @@ def _advice(found: Goodput) -> str:
     return "\n".join(lines)
 
 
+@checked_arguments(JobError)
 def goodput_json(found: Goodput) -> str:
     """The outcomes, the best first, and the scenario; times in seconds.
 

@@ -8,10 +8,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pipegrid.core.fields import shown
+from pipegrid.core.fields import nearest, shown
 from pipegrid.gradients.errors import GradientError
 from pipegrid.gradients.main_grad import Modules, named_modules
 from pipegrid.transport.control.opening import resolve_device
+
+_DIMS = ("dp", "cp", "tp", "ep", "pp")
 
 
 def collection_of(collections: Any, name: str) -> Any:
@@ -59,11 +61,22 @@ def replica_group(collections: Any, name: str) -> dist.ProcessGroup | None:
     return group
 
 
+def require_dims(name: str, grid: Any) -> None:
+    """Raise where several ranks differ in a dim that is not known: gradients would not be summed over it."""
+    unknown = [dim for dim, size in zip(grid.dim_names, grid.shape, strict=True) if size > 1 and dim not in _DIMS]
+    if unknown:
+        raise GradientError(
+            f"module {name!r} has a grid of the dims {list(grid.dim_names)}, and {unknown[0]!r} is not known"
+            f"{nearest(unknown[0], _DIMS)}; replicas are dp, parts of a sequence cp, of layers tp or ep, stages pp"
+        )
+
+
 def require_groups(collections: Any, name: str, dims: Iterable[str] = ()) -> None:
     """Raise unless the collection has the groups, of replicas and ``dims``, that its grid's sizes, if any, demand."""
     collection = collection_of(collections, name)
     if (grid := getattr(collection, "grid", None)) is None:
         return
+    require_dims(name, grid)
     sizes = dict(zip(grid.dim_names, grid.shape, strict=True))
     absent: list[Any] = []
     if sizes.get("cp", 1) > 1:

@@ -21,7 +21,7 @@ from typing import TypeAlias
 
 from attrs import field, frozen
 
-from pipegrid.core.fields import Count, Index, checked, checked_fields
+from pipegrid.core.fields import Count, Index, checked, checked_arguments, checked_fields
 from pipegrid.reshard.box import Box, Span, shares
 from pipegrid.reshard.cuts import Cut, local_shape, local_spans, meeting_classes, part_cuts, pieces, row_cuts
 from pipegrid.reshard.errors import BridgeError
@@ -187,6 +187,7 @@ class ReshardPlan:
         return self.itemsize * sum(m.source_box.numel for peer, ms in by_peer.items() if peer != rank for m in ms)
 
 
+@checked_arguments(BridgeError)
 def plan_reshard(
     src: Side,
     dst: Side,
@@ -267,6 +268,7 @@ def plan_reshard(
     )
 
 
+@checked_arguments(BridgeError)
 def routes(
     src: Side,
     dst: Side,

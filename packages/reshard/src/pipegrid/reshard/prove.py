@@ -6,12 +6,14 @@ import itertools
 import math
 from collections.abc import Sequence
 
+from pipegrid.core.fields import checked_arguments
 from pipegrid.reshard.box import Box, Span
 from pipegrid.reshard.cuts import local_shape
 from pipegrid.reshard.errors import BridgeError
 from pipegrid.reshard.plan import ReshardPlan
 
 
+@checked_arguments(BridgeError)
 def check_plan(plan: ReshardPlan) -> None:
     """Prove a plan for all ranks: every element of every destination is written once, by a rank that holds it.
 

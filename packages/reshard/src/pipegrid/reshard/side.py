@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Protocol, runtime_checkable
 
 from attrs import field, frozen
 
-from pipegrid.core.fields import Index, Name, checked, checked_fields, instance
+from pipegrid.core.fields import Index, Name, checked, checked_arguments, checked_fields, instance
 from pipegrid.reshard.box import merge
 from pipegrid.reshard.errors import BridgeError
 from pipegrid.topology.grid import Grid
@@ -324,6 +324,7 @@ def _cut(held: Sequence[Interval], parts: int, order: Order) -> list[tuple[Inter
     return pieces
 
 
+@checked_arguments(BridgeError)
 def replica_side(side: Side, replica: int) -> Side:
     """The ranks of one replica of ``side``, as a side of their own.
 
@@ -358,6 +359,7 @@ def as_grid(grid: Any, what: str = "the grid") -> Grid:
     return Grid(shape, names, members=ranks)
 
 
+@checked_arguments(BridgeError)
 def boundary_side(
     grid: GridLike,
     end: End,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from attrs import define, field, frozen
 
+from pipegrid.core.fields import checked_arguments
 from pipegrid.topology.errors import PlacementError
 from pipegrid.topology.hyper_comm_grid import HyperCommGrid
 from pipegrid.topology.job.roles import MIMO_LANGUAGE_MODULE_KEY
@@ -143,6 +144,7 @@ class MultiModuleProcessGroupCollection:
     modules: Mapping[str, ProcessGroupCollection] = field(converter=_copied)
     language_module_name: str | None = field()
 
+    @checked_arguments(PlacementError)
     def __init__(
         self,
         modules: Mapping[str, ProcessGroupCollection] | None = None,

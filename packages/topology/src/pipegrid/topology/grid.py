@@ -24,7 +24,7 @@ _MOST_RUNS = 8  # of ranks that a text lists
 
 def dims_of(dims: Dims) -> tuple[str, ...]:
     """The names as a tuple; a single name is a tuple of one."""
-    return (dims,) if isinstance(dims, str) else tuple(dims)
+    return (dims,) if isinstance(dims, str) else checked(dims, tuple[Name, ...], "dims", GridError)
 
 
 def _as_sizes(shape: Iterable[int]) -> tuple[int, ...]:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from pipegrid.core.edge import Crossing, Direction, Edge
+from pipegrid.core.fields import checked_arguments
 from pipegrid.core.graph import ModuleGraph
 from pipegrid.core.lanes import (
     LaneSpec,
@@ -154,6 +155,7 @@ class P2PCommunicator(NeighbourVerbs, LaneCommunicator):
         >>> communicator.close()
     """
 
+    @checked_arguments(P2PUsageError)
     def __init__(
         self,
         pp_group: ProcessGroup | None = None,

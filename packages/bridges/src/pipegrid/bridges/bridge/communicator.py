@@ -24,6 +24,7 @@ from pipegrid.bridges.bridge.traffic import EdgeTraffic
 from pipegrid.bridges.bridge.wiring import group_spec
 from pipegrid.bridges.collectives import abort_groups, own_groups
 from pipegrid.core import Direction, checked
+from pipegrid.core.fields import checked_arguments
 from pipegrid.core.lanes import LaneSharing
 from pipegrid.reshard import BridgeError, GridLike
 from pipegrid.topology import discard_groups
@@ -85,6 +86,7 @@ class BridgeCommunicator(BridgeEnds):
             the two sides that hold different numbers of samples.
     """
 
+    @checked_arguments(BridgeError)
     def __init__(
         self,
         src_grid: GridLike,

@@ -11,7 +11,7 @@ from attrs import Attribute, field, frozen
 from torch import Tensor, nn
 
 from pipegrid.checkpoint.stored.plain import dtype_name
-from pipegrid.core.fields import shown
+from pipegrid.core.fields import checked_arguments, shown
 from pipegrid.stages.assignment import Tie, names_of_ties
 from pipegrid.stages.errors import CheckpointError
 from pipegrid.stages.stage import Stage
@@ -59,6 +59,7 @@ class TensorPlace:
         return found
 
 
+@checked_arguments(CheckpointError)
 def whole_names(stage: nn.Module, *, layers: Mapping[str, Sequence[int]]) -> dict[str, str]:
     """The whole model's names of a hand-written stage's parameters and buffers, from the global ids of its layers.
 

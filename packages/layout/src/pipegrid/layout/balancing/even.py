@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pipegrid.core.fields import checked_arguments
 from pipegrid.layout.errors import LayoutError
 from pipegrid.layout.fields import MAX_LAYERS, integer, sizes_of_pipeline
 from pipegrid.layout.grammar import LayerType, LayoutGrammar, grammar_of
 from pipegrid.layout.layout import PipelineParallelLayerLayout
 
 
+@checked_arguments(LayoutError)
 def even(
     num_layers: int,
     pp: int,

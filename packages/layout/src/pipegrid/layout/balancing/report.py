@@ -8,8 +8,10 @@ from operator import mul
 
 import attrs
 
+from pipegrid.core.fields import checked_arguments
 from pipegrid.layout.balancing.in_flight import Peaks, peaks_of
 from pipegrid.layout.balancing.profile import Costs, Memories, Profile, read_profile
+from pipegrid.layout.errors import LayoutError
 from pipegrid.layout.layout import PipelineParallelLayerLayout
 from pipegrid.layout.svg import draw
 from pipegrid.layout.text import align, name_layers
@@ -129,6 +131,7 @@ class LayoutReport:
         return self.table()
 
 
+@checked_arguments(LayoutError)
 def report(
     layout: PipelineParallelLayerLayout,
     costs: Costs,

@@ -16,7 +16,7 @@ from attrs import evolve
 from pipegrid.autograd import compiled_modules
 from pipegrid.core.edge import Edge
 from pipegrid.core.errors import StepArgumentError
-from pipegrid.core.fields import Seconds, checked, instance
+from pipegrid.core.fields import Seconds, checked, checked_arguments, instance
 from pipegrid.monitor import FIRST_STEP_SECONDS, JobFailedError, Monitor
 from pipegrid.plans.plan import Action, ActionKind, Plan
 from pipegrid.plans.simulate import simulate, unit_costs
@@ -103,6 +103,7 @@ class PipelineRuntime:
         tensor([2.])
     """
 
+    @checked_arguments(StepArgumentError)
     def __init__(
         self,
         plan: Plan | Proof,

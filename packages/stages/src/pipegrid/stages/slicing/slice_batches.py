@@ -7,12 +7,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from pipegrid.core.fields import Count, checked
+from pipegrid.core.fields import Count, checked, checked_arguments
 from pipegrid.stages.errors import CutError
 
 IGNORED = -100  # the label of a token that counts in no loss, as in Hugging Face's models
 
 
+@checked_arguments(CutError)
 def sequence_slices(
     batch: Mapping[str, Any], lengths: Sequence[int], *, num_items_in_batch: int | Tensor | None = None
 ) -> list[dict[str, Any]]:

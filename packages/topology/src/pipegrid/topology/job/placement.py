@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import combinations, pairwise
+from typing import Any
 
-from pipegrid.core.fields import Index, checked, shown
+from pipegrid.core.fields import Count, Index, checked, checked_arguments, shown
 from pipegrid.core.tables import table, text_table
 from pipegrid.topology.errors import PlacementError
 from pipegrid.topology.grid import Grid, Relation, relation, runs_of, span_of
@@ -45,10 +46,12 @@ def place(
         range(2, 6)
     """
     world_size = resolve_world_size(world_size)
-    if not all(isinstance(dims, Mapping) for dims in modules.values()):
+    if not isinstance(modules, Mapping) or not all(isinstance(dims, Mapping) for dims in modules.values()):
         raise PlacementError(f"modules are {shown(modules)}; each must have names of dims and sizes: {{'tp': 2}}")
     sizes = {name: Grid(tuple(dims.values()), tuple(dims)).size for name, dims in modules.items()}
-    starts = _starts(sizes, together=list(together), offsets=dict(offsets or {}))
+    offsets = checked(offsets, Mapping[str, Any] | None, "offsets", PlacementError)
+    together = list(checked(together, Iterable[Any], "together", PlacementError))
+    starts = _starts(sizes, together=together, offsets=dict(offsets or {}))
     placed = {name: Grid(tuple(dims.values()), tuple(dims), starts[name]) for name, dims in modules.items()}
     problems = [*_overlaps(placed), *_uncovered(placed, world_size)]
     if problems:
@@ -63,7 +66,7 @@ def place(
 
 
 def _starts(modules: Mapping[str, int], *, together: list[Sequence[str]], offsets: dict[str, int]) -> dict[str, int]:
-    if any(isinstance(names, str) for names in together):
+    if any(isinstance(names, str) or not isinstance(names, Collection) for names in together):
         raise PlacementError(f"together is {together}; it must be a list of sets of modules: [('a', 'b')]")
     company = {name: names for names in together for name in names}
     named = [name for names in together for name in names]
@@ -103,7 +106,8 @@ def _uncovered(placed: Mapping[str, Grid], world_size: int) -> list[str]:
     return problems
 
 
-def describe(grids: Mapping[str, HyperCommGrid], *, max_rows: int = 64, color: bool = False) -> str:
+@checked_arguments(PlacementError)
+def describe(grids: Mapping[str, HyperCommGrid], *, max_rows: Count = 64, color: bool = False) -> str:
     """The world as a table, ranks x modules: a row is a rank with its coordinates in each module.
 
     Drawn by rich where it is installed (the extra ``describe``), else in plain text.

@@ -10,13 +10,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from pipegrid.core.fields import Count, Index, checked
+from pipegrid.core.fields import Count, Index, checked, checked_arguments
 from pipegrid.topology.errors import GridError
 from pipegrid.topology.grid import Dims, dims_of
 from pipegrid.topology.hyper_comm_grid import HyperCommGrid
 from pipegrid.topology.world import resolve_rank
 
 
+@checked_arguments(GridError)
 def replica_of(grid: HyperCommGrid, rank: int | None = None, *, dims: Dims = ("dp",)) -> tuple[int, int]:
     """``(replica, replicas)`` of a rank: its replica and the number of them.
 
@@ -57,6 +58,7 @@ def replica_sizes(num_samples: int, replicas: int) -> tuple[int, ...]:
     return tuple(stop - start for start, stop in itertools.pairwise(replica_bounds(num_samples, replicas)))
 
 
+@checked_arguments(GridError)
 def replica_samples(
     num_samples: int,
     grid: HyperCommGrid,

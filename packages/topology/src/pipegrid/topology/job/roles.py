@@ -5,11 +5,12 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations
-from typing import Self
+from typing import Self, cast
 
 from attrs import field, frozen
 from attrs.converters import optional
 
+from pipegrid.core.fields import Name, checked
 from pipegrid.topology.errors import PlacementError, WorldError
 from pipegrid.topology.grid import Relation, relation, span_of
 from pipegrid.topology.hyper_comm_grid import HyperCommGrid
@@ -50,7 +51,7 @@ def _copied(modules: Mapping[str, ModuleStageInfo]) -> dict[str, ModuleStageInfo
 def _names(names: Iterable[str]) -> tuple[str, ...]:
     if isinstance(names, str):  # a string lists its letters
         raise PlacementError(f"module names are {names!r}; give a list: [{names!r}]")
-    return tuple(names)
+    return cast("tuple[str, ...]", checked(names, tuple[Name, ...], "module names", PlacementError))
 
 
 def _name_set(names: Iterable[str]) -> frozenset[str]:
@@ -113,6 +114,7 @@ class RankRole:
                 none of them.
             WorldError: the rank is in no grid.
         """
+        checked(module_to_grid_map, Mapping[str, HyperCommGrid], "module_to_grid_map", PlacementError)
         expected = _name_set(modality_module_names) | {MIMO_LANGUAGE_MODULE_KEY}
         missing, extra = sorted(expected - set(module_to_grid_map)), sorted(set(module_to_grid_map) - expected)
         if missing or extra:

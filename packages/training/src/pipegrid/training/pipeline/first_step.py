@@ -7,6 +7,7 @@ rank compares its gradients. Of several modules it runs the whole of each; tenso
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter, itemgetter
@@ -147,6 +148,9 @@ class FirstStep:
             return None
         right = self._right(self._everything(attaches=attaches))
         if right is None:
+            return None
+        if not math.isfinite(right.loss) and not math.isfinite(loss.item()):
+            self.ranks.say_not_compared(f"its loss is {loss.item():g}, and that of one process {right.loss:g}")
             return None
         lines = [line for each in self.ranks.plain(self._differences(right)) for line in each]
         apart = abs(right.loss - loss.item()) > right.limit * max(abs(right.loss), right.limit)

@@ -17,6 +17,7 @@ from attrs import frozen
 from torch import Tensor
 from torch.nn import functional as F
 
+from pipegrid.core.fields import Amount, checked
 from pipegrid.schedules import WithLoss
 from pipegrid.schedules.errors import StageOutputError
 from pipegrid.schedules.runtime import describe
@@ -332,6 +333,8 @@ class GivenLoss:
     def _of_sum(
         self, total: Tensor, count: Tensor | float, output: Any, microbatch: Microbatch, counts: StepCounts
     ) -> Weighed:
+        if not isinstance(count, Tensor):
+            count = checked(count, Amount, "the count of (sum, count)", StageOutputError)
         number = torch.as_tensor(count, device=total.device).detach().double().reshape(())
         own = microbatch.counts
         # An accuracy of 0 or 1 looks like a count: a later one is looked at, where the host need not wait for it.
@@ -339,7 +342,8 @@ class GivenLoss:
         if looked_at and not float(number).is_integer():
             self._require_of_counts(output, microbatch)
         if self._counted is None or not counts.alike(own, self._counted):
-            first, value = self._counted is None, float(number)
+            first = self._counted is None
+            value = checked(float(number), Amount, "the count of (sum, count)", StageOutputError)
             kept = range(len(NAMES)) if self._counted is None else self._counted
             self._counted = tuple([rule for rule in kept if own[rule] == value])
             if self._counted and (first or not counts.alike(own, self._counted)):
@@ -378,7 +382,7 @@ class GivenLoss:
         if parts is None:
             return False
         values, means, fits = self._means(parts, rules)
-        if not fits:
+        if not fits and math.isfinite(values[2]):  # what is no number is no mean over anything
             raise StageOutputError(
                 f"loss returned the mean {values[2]:.6g} of a microbatch, and {values[0]:.6g} and {values[1]:.6g} of "
                 f"its first rows and the others; {_shown(means)}. Return (sum, count), or (mean, 1) for a mean over "

@@ -20,7 +20,8 @@ from pipegrid.checkpoint import Checkpoints, LoadedCheckpoint, TrainingState
 from pipegrid.checkpoint.state.names import bare_name
 from pipegrid.core.edge import Edge
 from pipegrid.core.errors import StepArgumentError
-from pipegrid.core.fields import checked
+from pipegrid.core.fields import Count, Name, checked_arguments
+from pipegrid.gradients.groups import require_dims
 from pipegrid.layout import PipelineParallelLayerLayout
 from pipegrid.monitor import DisagreementError
 from pipegrid.schedules import Monitor, PipelineConfig, Plan, Routes, clip_grad_norm_
@@ -104,6 +105,7 @@ class Pipeline:
         CutError: as `pipeline_stage`; in the first step also where it is not that of one process.
     """
 
+    @checked_arguments(StepArgumentError)
     def __init__(
         self,
         model: nn.Module | ModelFactory | Mapping[str, PipelineModule],
@@ -113,8 +115,8 @@ class Pipeline:
         topology: Mapping[str, Sequence[str]] | None = None,
         schedule: str = "1f1b",
         config: PipelineConfig | None = None,
-        microbatch_size: int | None = None,
-        num_microbatches: int | None = None,
+        microbatch_size: Count | None = None,
+        num_microbatches: Count | None = None,
         rows: Mapping[str, int] | None = None,
         whole: Sequence[str] = (),
         loss: Callable[[Any, Any], Any] | None = None,
@@ -125,7 +127,7 @@ class Pipeline:
         device: torch.device | str | None = None,
         monitor: Monitor | bool | None = None,
         spare: Iterable[int] = (),
-        host: str | None = None,
+        host: Name | None = None,
     ) -> None:
         described = modules.modules_of(model, layout, grid, names, forward)
         if microbatch_size is not None and num_microbatches is not None:
@@ -142,6 +144,8 @@ class Pipeline:
         self._end = EndOfJob(ranks, config.deadline) if len(ranks) < dist.get_world_size() else None
         if self._end is not None and config.job_group is None:
             config = attrs.evolve(config, job_group=self._end.group)
+        for name, module in described.items():
+            require_dims(name, module.grid)
         modules.create_groups(described)
         self.grids = {name: module.grid for name, module in described.items()}
         own = {name: one for name, one in described.items() if one.grid.is_current_rank_in_grid()}
@@ -200,7 +204,7 @@ class Pipeline:
             # A method of this would keep lanes until a garbage collection.
             partial(_named, self.stages, behind=len(described) > 1),
         )
-        near = checked(host, str | None, "host", StepArgumentError) or socket.gethostname()
+        near = host or socket.gethostname()
         is_cut = any(module.num_stages > 1 for module in described.values())
         reconnect = partial(_reconnected, connect, weakref.ref(self)) if is_cut else None
         self._steps = Steps(setup, self.communicator, places, near, reconnect)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from pipegrid.core.fields import shown
 from pipegrid.core.lanes import LaneSpec, PositionLane, communicators_of, opening_key
 from pipegrid.topology import discard_groups
 from pipegrid.topology.torch_compat import is_dry
@@ -120,7 +121,10 @@ def resolve_device(
         kind = kind_of(backend or offered.get("cuda", "none"))
         gpu = current_device() if (kind.in_streams or staged) and "cuda" in kind.devices else None
         device = gpu or torch.device("cpu")
-    device = torch.device(device)
+    try:
+        device = torch.device(device)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise P2PUsageError(f"device is {shown(device)}; it must be a torch.device or its name, or None") from error
     if device.type == "cuda" and device.index is None:
         device = current_device() or device
     backend = backend or offered.get(device.type, "none")

@@ -71,3 +71,32 @@ def test_a_count_that_is_none_is_an_error(ranks, count):
         pytest.raises(PipelineError, match=text),
     ):
         pipeline.step({"ids": torch.arange(4)})
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize(("layout", "schedule"), [("Et||tttL", "1f1b"), ("E|||tt||ttL", "zero_bubble_v")])
+def test_an_empty_stage_trains_saves_and_loads(ranks, layout, schedule):
+    """The step is compared with one process; so is the update."""
+    how = {"num_microbatches": 2, "schedule": schedule, "names": Names("layers"), "loss": lambda out, _: out.mean()}
+    batch = {"ids": torch.arange(8)}
+    losses = []
+    for step in (2, 1):
+        torch.manual_seed(0)
+        with Pipeline(Layered, layout, HyperCommGrid([1, 3], ["dp", "pp"]), **how) as pipeline:
+            optimizer = torch.optim.AdamW(pipeline.parameters())
+            pipeline.load(ranks.shared_path, optimizer)
+            for _ in range(step):
+                losses.append(pipeline.step(batch).item())
+                optimizer.step()
+                optimizer.zero_grad()
+            pipeline.save(ranks.shared_path, optimizer, step=step)
+    assert losses[0] > losses[1] > losses[2]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("overflow", [lambda out, _: out.mean() * torch.inf, lambda out, _: (out * 0).sqrt().mean()])
+def test_an_overflow_that_one_process_has_too_is_no_wrong_cut(ranks, overflow):
+    grid = HyperCommGrid([1, 2], ["dp", "pp"])
+    with Pipeline(Layered, "Et|tttL", grid, names=Names("layers"), num_microbatches=2, loss=overflow) as pipeline:
+        pipeline.step({"ids": torch.arange(4)})
+        assert not torch.isfinite(pipeline.clip(1.0))

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from pipegrid.core.edge import Crossing, Direction, Edge
-from pipegrid.core.fields import checked_arguments
+from pipegrid.core.fields import checked
 from pipegrid.core.graph import ModuleGraph
 from pipegrid.core.lanes import (
     LaneSpec,
@@ -155,7 +155,6 @@ class P2PCommunicator(NeighbourVerbs, LaneCommunicator):
         >>> communicator.close()
     """
 
-    @checked_arguments(P2PUsageError)
     def __init__(
         self,
         pp_group: ProcessGroup | None = None,
@@ -172,6 +171,8 @@ class P2PCommunicator(NeighbourVerbs, LaneCommunicator):
         self.rank = dist.get_rank()
         if not isinstance(group, ProcessGroup):
             raise P2PUsageError(f"pp_group is {group!r}; it must be None or a group that this rank {self.rank} is in")
+        checked(traffic, Iterable[Any] | None, "traffic", P2PUsageError)
+        checked(graph, ModuleGraph | None, "graph", P2PUsageError)
         self.config, self._ranks = as_config(config), dist.get_process_group_ranks(group)
         self._placement, self._graph = placed_stages(placement, len(self._ranks), graph), graph
         self._edges = edges = None if graph is None else frozenset(graph.stage_edges)

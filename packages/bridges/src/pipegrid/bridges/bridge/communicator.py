@@ -24,7 +24,6 @@ from pipegrid.bridges.bridge.traffic import EdgeTraffic
 from pipegrid.bridges.bridge.wiring import group_spec
 from pipegrid.bridges.collectives import abort_groups, own_groups
 from pipegrid.core import Direction, checked
-from pipegrid.core.fields import checked_arguments
 from pipegrid.core.lanes import LaneSharing
 from pipegrid.reshard import BridgeError, GridLike
 from pipegrid.topology import discard_groups
@@ -86,7 +85,6 @@ class BridgeCommunicator(BridgeEnds):
             the two sides that hold different numbers of samples.
     """
 
-    @checked_arguments(BridgeError)
     def __init__(
         self,
         src_grid: GridLike,
@@ -271,7 +269,10 @@ class BridgeCommunicator(BridgeEnds):
         self.exchange.forget()
 
     def send_forward(self, tensor: Any, *, samples: Sequence[int] | None = None) -> None:
-        """Send an activation from the source side, and wait for the send."""
+        """Send an activation from the source side, and wait for the send.
+
+        Ranks on both sides post `isend_forward` and receive before they wait: over gloo a send ends where it is taken.
+        """
         _waited(self.isend_forward(tensor, samples=samples))
 
     def recv_forward(self) -> Any:

@@ -18,7 +18,6 @@ from pipegrid.bridges.multimodule.edges import Ends
 from pipegrid.bridges.multimodule.pipeline import ModulePipeline
 from pipegrid.bridges.multimodule.rank_modules import ModuleChain, ModuleReplicas, RankModuleInfo
 from pipegrid.core.edge import Direction, Edge
-from pipegrid.core.fields import checked_arguments
 from pipegrid.reshard import BridgeError, GridLike, Placement, as_grid, edge_between
 from pipegrid.transport import Handle, JobTopology, ReceiveHandle
 from pipegrid.transport.config import as_config
@@ -73,7 +72,6 @@ class MultiModulePipelineCommunicator(ModulePipeline, EdgeCommunicator):
     exchanges = True
     rank: int
 
-    @checked_arguments(BridgeError)
     def __init__(
         self,
         module_to_grid_map: Mapping[str, GridLike],

@@ -379,8 +379,13 @@ def compared(name: str, stages: Sequence[int], value: Tensor | None, right: Tens
     norm = _norm(right)
     if value is None or right is None:
         difference = _norm(value) + norm
+    elif torch.equal(value, right):
+        difference = 0.0
+    elif not math.isfinite(norm) and torch.equal(value.isfinite(), right.isfinite()):
+        # An overflow of both; what else they hold is compared.
+        return compared(name, stages, value.nan_to_num(0, 0, 0), right.nan_to_num(0, 0, 0), least)
     else:
-        difference = 0.0 if torch.equal(value, right) else _norm(value.double() - right.double())
+        difference = _norm(value.double() - right.double())
     of = max(norm, least)
     return Compared(name, tuple(stages), (difference / of if of else math.inf) if difference else 0.0, norm)
 

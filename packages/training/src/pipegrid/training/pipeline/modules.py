@@ -97,9 +97,8 @@ class PipelineModule:
         else:
             here = self.grid.coords(dist.get_rank()).get("pp", 0)
             numbers = [stage for stage, place in enumerate(places) if place == here]
-            made = list(
-                pipeline_stage(self.model, self.layout, numbers, names=self.names, module=name, output=self.output)
-            )
+            how: dict[str, Any] = {"names": self.names, "module": name, "output": self.output, "allow_empty": True}
+            made = list(pipeline_stage(self.model, self.layout, numbers, **how))
             for stage in made:
                 stage.place(places)
         made = [stage.to(device) for stage in made]

@@ -9,7 +9,6 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from pipegrid.schedules import PipelineConfig
-from pipegrid.stages.errors import CutError
 from pipegrid.topology import HyperCommGrid
 from pipegrid.training import Names, Pipeline
 
@@ -160,12 +159,6 @@ def _require_equal(stages, expected, what):
             assert (own is None) == (whole is None), f"{name}: {own}, and {whole} in one process"
             if own is not None:
                 torch.testing.assert_close(own, whole, msg=lambda text, name=name: f"{name}: {text}")
-
-
-@pytest.mark.ranks(2)
-def test_a_layout_with_an_empty_stage_is_an_error_on_every_rank(ranks):
-    with pytest.raises(CutError, match="stage 2 of layout .* has no parameters"):
-        Pipeline(Model, "Ett|t||tL", HyperCommGrid([2], ["pp"]), schedule="looped_bfs", names=Names("layers"))
 
 
 class OwnLoss(Counting):

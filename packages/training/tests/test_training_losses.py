@@ -239,6 +239,11 @@ def test_padding_that_a_loss_of_the_model_ignores_is_an_error_where_rows_have_un
         assert made_by_the_model(targets, ignored) == 1.0
 
 
+def test_samples_of_a_signal_and_differences_are_no_padding():
+    for numbers in (torch.tensor([[1, -1, -1], [1, 1, 1]]).short(), torch.tensor([[1, -1, -2], [1, 1, 1]])):
+        assert microbatch({"x": numbers}, Share(), CPU).pattern == {"rows", "x varies"}
+
+
 def test_an_index_below_zero_that_a_loss_ignores_in_a_later_microbatch_is_found():
     loss, whole = GivenLoss(lambda logits, batch: F.cross_entropy(logits.mT, batch["y"], ignore_index=-1)), []
     for targets in (torch.ones(4, LENGTH, dtype=torch.long), torch.ones(4, LENGTH, dtype=torch.long).tril(-3) - 1):

@@ -159,9 +159,8 @@ def _patterns(parts: Sequence[Mapping[str, Any]], rows: Sequence[int]) -> list[f
         for name, place in [one for each, _ in together for one in each]:
             low, high = next(read)
             entry = parts[place][name]
-            numbers = entry.is_floating_point() or entry.is_complex()
             ignored = not (low > IGNORED or high < IGNORED) and bool((entry == IGNORED).any())  # also where one is NaN
-            if ignored or (not numbers and low < 0 and is_uneven(entry)):  # such as -1, which many scripts ignore
+            if ignored or (entry.dtype == torch.int64 and low < 0 and is_uneven(entry)):  # -1, as many scripts have it
                 found[place].add(f"{name} padded")
             if low != high:
                 found[place].add(f"{name} varies")
@@ -169,8 +168,12 @@ def _patterns(parts: Sequence[Mapping[str, Any]], rows: Sequence[int]) -> list[f
 
 
 def padding_of(value: torch.Tensor) -> torch.Tensor:
-    """Where an entry may have nothing to count: -100, and of whole numbers all below zero."""
-    return value == IGNORED if value.is_floating_point() or value.is_complex() else value < 0
+    """Where an entry may have nothing to count: -100, and of class indices the number below zero, if there is one."""
+    found = value == IGNORED
+    if value.dtype != torch.int64:
+        return found
+    low = value.min()
+    return found | ((value == low) & (low < 0) & (value[value < 0] == low).all())
 
 
 def is_uneven(value: torch.Tensor) -> bool:

@@ -288,8 +288,8 @@ MUTATIONS = (
     ),
     Mutation(
         "gradients/reduction/tied.py",
-        "for copy in self.copies if self.contributes else ():",
-        "for copy in self.copies:",
+        "for gradient in found if self.contributes else ():",
+        "for gradient in found:",
         "tp replicas of a tied gradient are added up",
         "/packages/schedules/tests/gradients/test_tied.py",
     ),

@@ -2,14 +2,17 @@
 
 import copy
 import gc
+import warnings
 import weakref
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from pipegrid.core.errors import StepArgumentError
-from pipegrid.schedules import PipelineConfig
+from pipegrid.schedules import PipelineConfig, clip_grad_norm_
 from pipegrid.topology import HyperCommGrid
 from pipegrid.training import Names, Pipeline
 
@@ -141,3 +144,29 @@ def test_a_pipeline_that_is_dropped_without_an_end_is_not_kept_by_its_hook(ranks
     del pipeline
     gc.collect()
     assert [one() for one in gone] == [None]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("sizes", "clip", "told"),
+    [
+        ((1, 2), lambda pipeline, norm: nn.utils.clip_grad_norm_(pipeline.parameters(), norm), True),
+        ((1, 2), lambda pipeline, norm: pipeline.clip(norm), False),
+        ((1, 2), lambda pipeline, norm: clip_grad_norm_(pipeline.stages, pipeline.groups, norm), False),
+        ((2, 1), lambda pipeline, norm: nn.utils.clip_grad_norm_(pipeline.parameters(), norm), False),
+    ],
+    ids=["torch's", "Pipeline's", "of gradients", "replicas"],
+)
+def test_a_norm_of_stages_that_clips_nothing_at_first_is_told_of(ranks, sizes, clip, told):
+    """Later it would clip each rank otherwise; where it clips at first, the update is an error."""
+    layout = "Et|tttL" if sizes == (1, 2) else "EttttL"
+    with job(layout, sizes) as pipeline, warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.1)
+        for _ in range(2):
+            pipeline.step({"ids": IDS})
+            clip(pipeline, 1e6)
+            optimizer.step()
+            optimizer.zero_grad()
+    texts = [str(one.message) for one in found if "Pipeline.clip() clips to that of all" in str(one.message)]
+    assert len(texts) == (told and dist.get_rank() == 0)

@@ -117,6 +117,8 @@ def clip_grad_norm_(
     norm = torch.where(total[1] > 0, torch.full_like(norm, math.nan), norm)
     if max_norm < math.inf:
         foreach.scale_(gradients, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+        for gradient in gradients:  # so that who sees it multiplied knows by what
+            gradient.is_clipped = True  # type: ignore[attr-defined]
     return norm
 
 

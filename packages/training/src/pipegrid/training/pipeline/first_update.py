@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+import warnings
 import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -32,6 +33,10 @@ from pipegrid.transport.collectives.differences import listed
 
 _SOON = 4  # steps
 _STEPS_OPTIMIZERS = GradScaler.step.__code__  # the frame of a scaler that steps an optimizer
+_CLIPPED = (
+    "between step() and the first update gradients were multiplied by 1: if by clip_grad_norm_ of torch, that clips to "
+    "the norm of each rank's stages, and updates will not be those of one process; Pipeline.clip() clips to that of all"
+)
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 
@@ -55,11 +60,12 @@ class FirstUpdate:
     ranks: RankExchange
     limit: float  # the largest error, of a norm, that rounding explains
     _steps: int = field(default=0, init=False)
-    _gradients: dict[str, Tensor] = field(factory=dict, init=False)  # of the last step
+    _gradients: dict[str, tuple[Tensor, int]] = field(factory=dict, init=False)  # of the last step, and their versions
     updated: dict[str, _Updated] = field(factory=dict, init=False)  # empty until an optimizer of this rank has stepped
     _optimizers: dict[str, Optimizer] = field(factory=dict, init=False)  # by class
     _inside: list[Optimizer] = field(factory=list, init=False)  # whose steps run; a class may call that of its base
     _why_not: str | None = field(default=None, init=False)
+    _written: bool = field(default=False, init=False)  # whether the script has written to gradients in between
     _handles: list[Any] = field(init=False)
 
     def __attrs_post_init__(self) -> None:
@@ -69,7 +75,9 @@ class FirstUpdate:
     def keep(self) -> None:
         """Keep the gradients at the end of a step."""
         self._steps += 1
-        self._gradients = {name: one.grad.clone() for name, one in self.named() if one.grad is not None}
+        gradients = [(name, one.grad) for name, one in self.named() if one.grad is not None]
+        # The documented way to ask whether an operation has written to a tensor:
+        self._gradients = {name: (one.clone(), one._version) for name, one in gradients}  # noqa: SLF001
 
     def close(self) -> None:
         """Watch optimizers no longer."""
@@ -91,6 +99,9 @@ class FirstUpdate:
         for group, one in held:
             options = {name: value for name, value in _options(group).items() if _is_plain(value)}
             gradient = None if one.grad is None else one.grad.clone()
+            if one.grad is not None and names[id(one)] in self._gradients and not hasattr(one.grad, "is_clipped"):
+                version = self._gradients[names[id(one)]][1]
+                self._written = self._written or one.grad._version != version  # noqa: SLF001
             if is_dtensor(one):
                 self._why_not = "parameters are sharded"
             held_state = optimizer.state.get(one, {}).items()
@@ -124,6 +135,7 @@ class FirstUpdate:
             "held": [name for name, _ in self.named()],
             "updated": {name: [one.kind, one.options] for name, one in self.updated.items()},
             "scale": self._scale(),
+            "written": self._written,
         }
         told = self.ranks.plain(own)
         self.close()
@@ -138,11 +150,14 @@ class FirstUpdate:
             lines = [*dict.fromkeys(line for each in self.ranks.plain(own_lines) for line in each if line)]
         if lines:
             raise not_of_one_process("the first update is not that of one process", lines)
+        alone = any(each["held"] != told[0]["held"] for each in told)  # else each rank's norm is that of all
+        if self.ranks.rank == 0 and alone and any(each["written"] and each["scale"] == 1.0 for each in told):
+            warnings.warn(_CLIPPED, stacklevel=2)
 
     def _scale(self) -> float | None:
         """The factor of all gradients between the step and the optimizers; None: they have not one."""
         pairs = [
-            (one.gradient.double(), self._gradients[name].double())
+            (one.gradient.double(), self._gradients[name][0].double())
             for name, one in self.updated.items()
             if one.gradient is not None and name in self._gradients
         ]

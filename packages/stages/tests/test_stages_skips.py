@@ -108,6 +108,18 @@ def test_too_few_values_are_an_error():
         second(*images())
 
 
+def test_a_layer_that_a_later_call_leaves_out_is_an_error(monkeypatch):
+    first = pipeline_stage(UNet, "Ett|tt|tt|tL", 0, names=UNET)
+    for kept in (True, False):
+        monkeypatch.setattr(UNet, "kept", kept)
+        first.set_skips({})
+        first(*images())
+        if kept:
+            assert first.take_skips().keys() == {Edge(0, 2), Edge(0, 3)}
+    with pytest.raises(CutError, match="blocks.0 has not returned blocks.0 on stage 0, which later stages use"):
+        first.take_skips()
+
+
 def test_values_that_nobody_expects_are_an_error():
     last = pipeline_stage(BlockResiduals, "Etttttttt|L", 1, names=BLOCKS)
     last.set_input_tensor([torch.zeros(2, 5, 6)])

@@ -57,7 +57,9 @@ class Convolution(nn.Module):
 
 
 class UNet(nn.Module):
-    """Three layers down, one at the bottom, three up."""
+    """Three layers down, one at the bottom, three up; the first may be left out."""
+
+    kept = True
 
     def __init__(self, width=4):
         super().__init__()
@@ -67,8 +69,8 @@ class UNet(nn.Module):
 
     def forward(self, image):
         hidden, down = self.stem(image), []
-        for block in self.blocks[:3]:
-            hidden = block(hidden)
+        for number, block in enumerate(self.blocks[:3]):
+            hidden = block(hidden) if number or self.kept else hidden
             down.append(hidden)
             hidden = nn.functional.avg_pool1d(hidden, 2)
         hidden = self.blocks[3](hidden)

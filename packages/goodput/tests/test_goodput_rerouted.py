@@ -107,3 +107,8 @@ def test_the_command_line_reroutes(tmp_path, capsys):
     given = [str(job), "--nodes", "4", "--mtbf", "12h", "--restart", "5m", "--checkpoint", "20s"]
     assert main([*given, "--for", "20d", "--policy", "re-plan", "--every", "1h", "--reroute"]) == 0
     assert "new plan 10s (by peers: a step takes " in capsys.readouterr().out
+
+
+def test_fewer_nodes_than_the_choice_is_on_are_an_error():
+    with pytest.raises(JobError, match="nodes is 3; the choice is on 4 nodes of 1 GPUs"):
+        rerouted_throughput(chosen(dp=2, pp=2), nodes=3)

@@ -6,7 +6,18 @@ import pytest
 
 from pipegrid.core.edge import Edge
 from pipegrid.core.graph import ModuleGraph
-from pipegrid.reshard import Partial, Positions, boundary_side, positions_of
+from pipegrid.reshard import (
+    Box,
+    BridgeError,
+    Partial,
+    Positions,
+    alike,
+    boundary_side,
+    check_plan,
+    plan_reshard,
+    positions_of,
+    replica_side,
+)
 from pipegrid.reshard.positions import collective_edges
 from reshard_kit.grids import grid, sizes_of
 
@@ -81,3 +92,23 @@ def test_partial_sums_do_not_stay_where_they_are():
     assert collectives(grids, {"enc": ["llm"]}) == ()
     partial = {"cp": Partial()}
     assert collectives(grids, {"enc": ["llm"]}, enc=partial, llm=partial) == (Edge(0, 1),)
+
+
+SIDE = boundary_side(grid(dp=2), "source")
+MISTAKES = [
+    (lambda: plan_reshard(SIDE, 3, None), "dst is 3; it must be a Side"),
+    (lambda: check_plan(None), "plan is None; it must be a ReshardPlan"),
+    (lambda: alike(SIDE, "x"), "destination is 'x'; it must be a Side"),
+    (lambda: boundary_side(grid(dp=2), "source", placements=3), "placements is 3; it must be a mapping"),
+    (lambda: boundary_side(grid(dp=2), "source", stage="0"), "stage is '0'; it must be an integer of at least 0"),
+    (lambda: replica_side(SIDE, 1.0), "replica is 1.0; it must be an integer of at least 0"),
+    (lambda: positions_of({"a": 1}, {}, {}), "graph is .*; it must be a ModuleGraph"),
+    (lambda: Box((0, 0), (2, 2)).narrow(2, 0, 1), r"axis is 2; box \[0:2, 0:2\] has the axes \[0, 1\]"),
+    (lambda: Box((0, 0), (2, 2)).narrow(-1, 0, 1), "axis is -1; box"),
+]
+
+
+@pytest.mark.parametrize(("call", "text"), MISTAKES, ids=[text for _, text in MISTAKES])
+def test_an_argument_of_another_kind_is_refused_in_words(call, text):
+    with pytest.raises(BridgeError, match=text):
+        call()

@@ -184,6 +184,9 @@ def test_checkpointing_that_begins_with_a_later_microbatch_is_refused_by_name(ne
     ("arguments", "text"),
     [
         ({"plan": None}, "plan is None; give a Plan"),
+        ({"monitor": 3}, "monitor is 3; it must be a Monitor"),
+        ({"failure_dir": 3}, "failure_dir is 3; it must be a string or a PathLike"),
+        ({"reducers": [3]}, r"reducers is \[3\] \(list\); it must be a "),
         (
             {"stages": [last(weight)]},
             r"stages is .* \(list\); it must be a dict of this rank's stages by global number",

@@ -266,12 +266,13 @@ _WORDS: dict[Any, str] = {
 def _by_kind(*annotations: Any) -> Check | None:
     """An instance of one of the classes, and of that of the items where there is one; None where one is no class.
 
-    Numbers and protocols are no classes in this sense: others stand in for them.
+    Numbers, protocols and built-in containers are no classes in this sense: others stand in for them.
     """
     kinds = tuple(get_origin(one) or one for one in annotations)
     if not all(isinstance(kind, type) and not getattr(kind, "_is_protocol", False) for kind in kinds):
         return None
-    if any(issubclass(kind, (int, float, complex)) and kind is not bool for kind in kinds) or {object, Any} & {*kinds}:
+    unchecked = {object, Any, tuple, list, dict}
+    if not unchecked.isdisjoint(kinds) or any(issubclass(kind, (int, float)) and kind is not bool for kind in kinds):
         return None
     others = tuple([kind for kind in kinds if kind not in _SERIES])
     series = len(others) < len(kinds)

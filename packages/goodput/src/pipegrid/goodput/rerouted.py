@@ -37,7 +37,7 @@ def rerouted_throughput(
         memory: bytes of a GPU; by default the job's own.
 
     Raises:
-        JobError: modules with different dp.
+        JobError: modules with different dp, or fewer nodes than the choice is on.
         PlanError: a stage on several positions.
 
     Examples:
@@ -72,6 +72,9 @@ def rerouted_throughput(
 def _actors(choice: Choice, nodes: int) -> list[frozenset[tuple[int, int]]]:
     """The actors of each node: replica and position."""
     shape, size = choice.shape, choice.shape.job.links.gpus_per_node
+    needed = -(-(1 + max(max(grid.ranks) for grid in choice.arrangement.grids.values())) // size)
+    if nodes < needed:
+        raise JobError(f"nodes is {nodes}; the choice is on {needed} nodes of {size} GPUs")
     found: list[set[tuple[int, int]]] = [set() for _ in range(nodes)]
     graph, placement = shape.placed.graph, shape.placed.placement
     for name, grid in choice.arrangement.grids.items():

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, TypeAlias, get_args
 
 from attrs import define, evolve, field, frozen
 
-from pipegrid.core.fields import Index, Rule, checked_arguments, checked_fields, instance
+from pipegrid.core.fields import Count, Index, Rule, checked_arguments, checked_fields, instance
 from pipegrid.goodput.durations import DURATION, Duration, seconds_of
 from pipegrid.goodput.outages import Failures
 from pipegrid.goodput.stretch import Stretch, whole
@@ -132,7 +132,7 @@ class Outcome:
 
 
 @checked_arguments(JobError)
-def simulate(scenario: Scenario, policy: Policy, every: int | None) -> Outcome:
+def simulate(scenario: Scenario, policy: Policy, every: Count | None) -> Outcome:
     """The run of ``scenario`` under ``policy`` with a checkpoint after ``every`` steps; None: without checkpoints.
 
     A failure loses the steps since the last checkpoint under ``"restart"``, and the step in progress under

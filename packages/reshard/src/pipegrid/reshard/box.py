@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from attrs import frozen
 
-from pipegrid.core.fields import Index, checked_fields
+from pipegrid.core.fields import Index, checked_fields, shown
 from pipegrid.reshard.errors import BridgeError
 
 Span = tuple[int, int]
@@ -55,6 +55,8 @@ class Box:
 
     def narrow(self, axis: int, start: int, stop: int) -> Box:
         """The part with indices ``[start, stop)`` of ``axis``, counted from the start of this box."""
+        if axis not in range(len(self.shape)):  # -1 would double the axes
+            raise BridgeError(f"axis is {shown(axis)}; box {self} has the axes {list(range(len(self.shape)))}")
         return Box(
             start=(*self.start[:axis], self.start[axis] + start, *self.start[axis + 1 :]),
             shape=(*self.shape[:axis], stop - start, *self.shape[axis + 1 :]),

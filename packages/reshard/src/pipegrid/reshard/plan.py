@@ -198,7 +198,7 @@ def plan_reshard(
     itemsize: int = 4,
     leader_below: int = AUTO_LEADER_BYTES,
     links: Links | None = None,
-    rank: int | None = None,
+    rank: Index | None = None,
 ) -> ReshardPlan:
     """Plan how a tensor of ``sizes`` gets from ``src`` to ``dst``; with ``backward``, how its gradient returns.
 
@@ -276,7 +276,7 @@ def routes(
     *,
     backward: bool = False,
     strategy: Strategy = "direct",
-    rank: int | None = None,
+    rank: Index | None = None,
 ) -> tuple[Route, ...]:
     """Pairs (sending rank, receiving rank) that may ever exchange something, ascending.
 

@@ -325,7 +325,7 @@ def _cut(held: Sequence[Interval], parts: int, order: Order) -> list[tuple[Inter
 
 
 @checked_arguments(BridgeError)
-def replica_side(side: Side, replica: int) -> Side:
+def replica_side(side: Side, replica: Index) -> Side:
     """The ranks of one replica of ``side``, as a side of their own.
 
     Raises:
@@ -367,7 +367,7 @@ def boundary_side(
     placements: Mapping[str, Placement] | None = None,
     name: str | None = None,
     stage_dim: str = "pp",
-    stage: int | None = None,
+    stage: Index | None = None,
     lane_weights: Sequence[int] | None = None,
 ) -> Side:
     """The side of a boundary that ``grid`` forms: its last stage as a source, its first as a destination.

@@ -7,13 +7,13 @@ multiple of some power of two, so costs are scaled to integers once, and every l
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from numbers import Rational, Real
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 import attrs
 
-from pipegrid.core.fields import shown
+from pipegrid.core.fields import checked, shown
 from pipegrid.layout.errors import LayoutError
 from pipegrid.layout.grammar import LayerType, LayoutGrammar
 from pipegrid.layout.parser import parse
@@ -110,6 +110,7 @@ def model_layers(costs: Costs, layers: str | Sequence[str] | None, grammar: Layo
         if more:
             raise LayoutError(f"layers {layers!r:.80} must be one stage; remove the '|'")
     elif layers is not None:
+        checked(layers, Iterable[Any], "layers", LayoutError)
         kinds = tuple(grammar.kind(kind, where=f"layer {index}: ") for index, kind in enumerate(layers))
     elif isinstance(costs, Mapping):
         kinds = tuple(

@@ -16,7 +16,7 @@ from attrs import evolve
 from pipegrid.autograd import compiled_modules
 from pipegrid.core.edge import Edge
 from pipegrid.core.errors import StepArgumentError
-from pipegrid.core.fields import Seconds, checked, checked_arguments, instance
+from pipegrid.core.fields import Seconds, checked, instance
 from pipegrid.monitor import FIRST_STEP_SECONDS, JobFailedError, Monitor
 from pipegrid.plans.plan import Action, ActionKind, Plan
 from pipegrid.plans.simulate import simulate, unit_costs
@@ -103,7 +103,6 @@ class PipelineRuntime:
         tensor([2.])
     """
 
-    @checked_arguments(StepArgumentError)
     def __init__(
         self,
         plan: Plan | Proof,
@@ -125,6 +124,9 @@ class PipelineRuntime:
         hooks = checked(hooks, tuple[_Hook, ...], "hooks", StepArgumentError)
         loss_scale = checked(loss_scale, _Scale | None, "loss_scale", StepArgumentError)
         deadline = checked(deadline, Seconds | None, "deadline", StepArgumentError)
+        checked(monitor, Monitor | None, "monitor", StepArgumentError)
+        checked(failure_dir, str | PathLike[str] | None, "failure_dir", StepArgumentError)
+        checked(reducers, Mapping[Any, Any] | None, "reducers", StepArgumentError)
         reducers = dict(reducers or {})
         self.plan = plan.plan if isinstance(plan, Proof) else plan
         alone, communicator = communicator is None, as_communicator(communicator)

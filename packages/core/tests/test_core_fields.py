@@ -133,7 +133,7 @@ def test_arguments_of_a_function_are_brought_into_their_one_form():
         launch(1, "shared")
 
 
-@checked_arguments(JobError)
+@checked_arguments(JobError, kinds=True)
 def lay_out(
     job: Job | None = None,
     *,

@@ -29,7 +29,7 @@ WRONG = [
     ({"edges": {("a", "b"): 1}}, "edges.* is 1; it must be an EdgeOptions"),
     ({"device": 3}, "device is 3; it must be a device or a string"),
     ({"device": "gpu"}, "device is 'gpu'; it must be a torch.device or its name, or None"),
-    ({"monitor": 3}, "monitor is 3; it must be a Monitor or True or False"),
+    ({"monitor": 3}, "monitor is 3; give True, False or a Monitor"),
     ({"spare": None}, "spare is None; it must be a list or tuple"),
     ({"host": ""}, "host is ''; it must be a string that is not empty"),
 ]

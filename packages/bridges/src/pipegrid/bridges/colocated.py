@@ -111,7 +111,7 @@ class ColocatedBridgeCommunicator:
         torch.Size([2, 3])
     """
 
-    @checked_arguments(BridgeError)
+    @checked_arguments(BridgeError, kinds=True)
     def __init__(
         self,
         src_grid: GridLike,

@@ -59,7 +59,7 @@ class Checkpoints:
         >>> checkpoints.close()
     """
 
-    @checked_arguments(CheckpointError)
+    @checked_arguments(CheckpointError, kinds=True)
     def __init__(
         self,
         directory: str | os.PathLike[str],

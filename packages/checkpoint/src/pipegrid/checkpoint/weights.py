@@ -37,7 +37,7 @@ _NOT_BESIDE: Final = ("*.index.json", "adapter_*", "trainer_*")
 
 
 @torch.no_grad()
-@checked_arguments(CheckpointError)
+@checked_arguments(CheckpointError, kinds=True)
 def load_safetensors(state: TrainingState, path: str | os.PathLike[str]) -> None:
     """Fill the parameters and buffers of ``state`` from a file with whole-model names; each rank reads its own part.
 
@@ -108,7 +108,7 @@ def _fill(slot: TensorPlace, name: str, file: Any) -> None:
         local.copy_(file.get_slice(name)[box])
 
 
-@checked_arguments(CheckpointError)
+@checked_arguments(CheckpointError, kinds=True)
 def export_safetensors(
     checkpoint: str | os.PathLike[str],
     target: str | os.PathLike[str],

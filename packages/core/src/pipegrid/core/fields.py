@@ -155,7 +155,7 @@ def checked(value: Any, annotation: Any, what: str, error: ErrorType) -> Any:
             ...
         ValueError: num_positions is 0; it must be an integer of at least 1
     """
-    check = _check_of(annotation)
+    check = _check_of(annotation, kinds=True)
     return value if check is None else check(value, what, error)
 
 
@@ -172,8 +172,7 @@ def checked_fields(error: ErrorType) -> Callable[[type, list[attrs.Attribute[Any
     """
 
     def transform(cls: type, attributes: list[attrs.Attribute[Any]]) -> list[attrs.Attribute[Any]]:
-        # Not the class itself, in whose place attrs puts one with slots.
-        hints = get_type_hints(cls, localns={cls.__name__: Any}, include_extras=True)
+        hints = get_type_hints(cls, localns={cls.__name__: cls}, include_extras=True)
         own = inspect.get_annotations(cls)  # inherited fields are checked by their own class
         return [
             attribute.evolve(converter=_converter(attribute, check, f"{cls.__name__}.{attribute.name}", error))
@@ -185,8 +184,12 @@ def checked_fields(error: ErrorType) -> Callable[[type, list[attrs.Attribute[Any
     return transform
 
 
-def checked_arguments(error: ErrorType) -> Callable[[Callable[Parameters, Result]], Callable[Parameters, Result]]:
+def checked_arguments(
+    error: ErrorType, *, kinds: bool = False
+) -> Callable[[Callable[Parameters, Result]], Callable[Parameters, Result]]:
     """A decorator that validates and normalizes the arguments of a function by its annotations.
+
+    ``kinds``: also those that are classes, without a rule; for functions that have no better text of their own.
 
     Raises (from the function):
         error: an argument breaks its rule: "num_positions is 0; it must be an integer of at least 1".
@@ -206,7 +209,11 @@ def checked_arguments(error: ErrorType) -> Callable[[Callable[Parameters, Result
         @functools.cache
         def checks() -> dict[str, Check]:  # on the first call: a method may name the class that it belongs to
             hints = get_type_hints(function, include_extras=True)
-            return {name: check for name in signature.parameters if (check := _check_of(hints.get(name))) is not None}
+            return {
+                name: check
+                for name in signature.parameters
+                if (check := _check_of(hints.get(name), kinds=kinds)) is not None
+            }
 
         @functools.wraps(function)
         def call(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
@@ -237,7 +244,7 @@ def _converter(attribute: attrs.Attribute[Any], check: Check, what: str, error: 
 
 
 @functools.cache
-def _check_of(annotation: Any) -> Check | None:
+def _check_of(annotation: Any, *, kinds: bool = False) -> Check | None:
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return _by_rules([one for one in arguments[1:] if isinstance(one, Rule)])
@@ -245,12 +252,12 @@ def _check_of(annotation: Any) -> Check | None:
         return _by_choice(arguments)
     if origin in (Union, types.UnionType):
         rest = [one for one in arguments if one is not type(None)]
-        inner = _check_of(rest[0]) if len(rest) == 1 else _by_kind(*rest)
+        inner = _check_of(rest[0], kinds=kinds) if len(rest) == 1 else _by_kind(*rest) if kinds else None
         return _optional(inner) if inner is not None and type(None) in arguments else inner
     if origin is tuple and len(arguments) == 2 and arguments[1] is Ellipsis:
-        inner = _check_of(arguments[0])
+        inner = _check_of(arguments[0], kinds=kinds)
         return None if inner is None else _items(inner)
-    return _by_kind(annotation)
+    return _by_kind(annotation) if kinds else None
 
 
 _SERIES = (Sequence, Iterable, Collection)
@@ -277,7 +284,11 @@ def _by_kind(*annotations: Any) -> Check | None:
     others = tuple([kind for kind in kinds if kind not in _SERIES])
     series = len(others) < len(kinds)
     text = " or ".join(_WORDS.get(kind) or f"a{'n' * (kind.__name__[0] in 'AEIO')} {kind.__name__}" for kind in kinds)
-    inner = _check_of(get_args(annotations[0])[-1]) if len(kinds) == 1 and kinds[0] in (*_SERIES, Mapping) else None
+    inner = (
+        _check_of(get_args(annotations[0])[-1], kinds=True)
+        if len(kinds) == 1 and kinds[0] in (*_SERIES, Mapping)
+        else None
+    )
 
     def check(value: Any, what: str, error: ErrorType) -> Any:
         if not (isinstance(value, others) or (series and _is_series(value))):

@@ -82,7 +82,7 @@ def goodput(
     return Goodput(scenario, tuple(sorted(outcomes, key=lambda outcome: -outcome.goodput)))
 
 
-@checked_arguments(JobError)
+@checked_arguments(JobError, kinds=True)
 def possible(scenario: Scenario) -> tuple[Policy, ...]:
     """The policies that have nodes to train on: not ``"spare"``, where the job trains on all nodes only.
 

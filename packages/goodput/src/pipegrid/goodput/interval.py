@@ -13,7 +13,7 @@ _ROUNDS = 3  # of the search between the neighbours of the best
 _TRIED = 8  # intervals in each of them
 
 
-@checked_arguments(JobError)
+@checked_arguments(JobError, kinds=True)
 def young(checkpoint: Amount, mtbf: Seconds) -> float:
     """Seconds of training between checkpoints by Young's formula (1974): the root of 2 ``checkpoint`` ``mtbf``.
 
@@ -24,7 +24,7 @@ def young(checkpoint: Amount, mtbf: Seconds) -> float:
     return math.sqrt(2 * checkpoint * mtbf)
 
 
-@checked_arguments(JobError)
+@checked_arguments(JobError, kinds=True)
 def daly(checkpoint: Amount, mtbf: Seconds) -> float:
     """Seconds of training between checkpoints by Daly's higher-order formula (2006, equation 37).
 
@@ -38,7 +38,7 @@ def daly(checkpoint: Amount, mtbf: Seconds) -> float:
     return young(checkpoint, mtbf) * (1 + math.sqrt(part) / 3 + part / 9) - checkpoint
 
 
-@checked_arguments(JobError)
+@checked_arguments(JobError, kinds=True)
 def daly_goodput(interval: Seconds, *, checkpoint: Amount, restart: Amount, mtbf: Seconds) -> float:
     """The goodput of restarts from a checkpoint after each ``interval`` seconds of training (Daly 2006, equation 20).
 
@@ -51,7 +51,7 @@ def daly_goodput(interval: Seconds, *, checkpoint: Amount, restart: Amount, mtbf
     return interval / (mtbf * math.exp(restart / mtbf) * math.expm1((interval + checkpoint) / mtbf))
 
 
-@checked_arguments(JobError)
+@checked_arguments(JobError, kinds=True)
 def best_interval(scenario: Scenario, policy: Policy) -> Outcome:
     """The interval with the most goodput, "never" if no other has more: a geometric series, then between the best.
 

@@ -18,7 +18,7 @@ from pipegrid.goodput.simulate import CAUSES, Outcome
 from pipegrid.planner.errors import JobError
 
 
-@checked_arguments(JobError)
+@checked_arguments(JobError, kinds=True)
 def goodput_table(found: Goodput, *, terminal: bool = False) -> str:
     """The scenario, a row for each policy with the share of the time that each cause takes, and what to choose.
 
@@ -93,7 +93,7 @@ def _advice(found: Goodput) -> str:
     return "\n".join(lines)
 
 
-@checked_arguments(JobError)
+@checked_arguments(JobError, kinds=True)
 def goodput_json(found: Goodput) -> str:
     """The outcomes, the best first, and the scenario; times in seconds.
 

@@ -131,7 +131,7 @@ class Outcome:
     lost: Mapping[Cause, float]
 
 
-@checked_arguments(JobError)
+@checked_arguments(JobError, kinds=True)
 def simulate(scenario: Scenario, policy: Policy, every: Count | None) -> Outcome:
     """The run of ``scenario`` under ``policy`` with a checkpoint after ``every`` steps; None: without checkpoints.
 

@@ -187,7 +187,7 @@ class ReshardPlan:
         return self.itemsize * sum(m.source_box.numel for peer, ms in by_peer.items() if peer != rank for m in ms)
 
 
-@checked_arguments(BridgeError)
+@checked_arguments(BridgeError, kinds=True)
 def plan_reshard(
     src: Side,
     dst: Side,
@@ -268,7 +268,7 @@ def plan_reshard(
     )
 
 
-@checked_arguments(BridgeError)
+@checked_arguments(BridgeError, kinds=True)
 def routes(
     src: Side,
     dst: Side,

@@ -64,7 +64,7 @@ def check_places(graph: ModuleGraph, grids: Grids, stage_placement: Mapping[str,
             )
 
 
-@checked_arguments(BridgeError)
+@checked_arguments(BridgeError, kinds=True)
 def positions_of(graph: ModuleGraph, grids: Grids, stage_placement: Mapping[str, Sequence[int]]) -> Positions:
     """The positions of modules on ``grids``, with their stages at the places of ``stage_placement``.
 
@@ -99,7 +99,7 @@ def positions_of(graph: ModuleGraph, grids: Grids, stage_placement: Mapping[str,
     return Positions(tuple(tuple(alike[stages]) for stages in ordered), placement)
 
 
-@checked_arguments(BridgeError)
+@checked_arguments(BridgeError, kinds=True)
 def edge_between(graph: ModuleGraph, source: str, destination: str) -> Edge:
     """The edge between stages that joins two modules: from the last stage of the one to the first of the other.
 
@@ -111,7 +111,7 @@ def edge_between(graph: ModuleGraph, source: str, destination: str) -> Edge:
     return Edge(graph.stage(source, -1), graph.stage(destination, 0))
 
 
-@checked_arguments(BridgeError)
+@checked_arguments(BridgeError, kinds=True)
 def collective_edges(
     graph: ModuleGraph, positions: Positions, sides: Iterable[tuple[str, str, Side, Side]]
 ) -> tuple[Edge, ...]:
@@ -141,7 +141,7 @@ def collective_edges(
     return tuple(sorted(needing))
 
 
-@checked_arguments(BridgeError)
+@checked_arguments(BridgeError, kinds=True)
 def alike(source: Side, destination: Side) -> bool:
     """Whether every rank needs exactly what it has made, so that nothing has to move.
 

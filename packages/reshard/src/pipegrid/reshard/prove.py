@@ -13,7 +13,7 @@ from pipegrid.reshard.errors import BridgeError
 from pipegrid.reshard.plan import ReshardPlan
 
 
-@checked_arguments(BridgeError)
+@checked_arguments(BridgeError, kinds=True)
 def check_plan(plan: ReshardPlan) -> None:
     """Prove a plan for all ranks: every element of every destination is written once, by a rank that holds it.
 

@@ -324,7 +324,7 @@ def _cut(held: Sequence[Interval], parts: int, order: Order) -> list[tuple[Inter
     return pieces
 
 
-@checked_arguments(BridgeError)
+@checked_arguments(BridgeError, kinds=True)
 def replica_side(side: Side, replica: Index) -> Side:
     """The ranks of one replica of ``side``, as a side of their own.
 
@@ -359,7 +359,7 @@ def as_grid(grid: Any, what: str = "the grid") -> Grid:
     return Grid(shape, names, members=ranks)
 
 
-@checked_arguments(BridgeError)
+@checked_arguments(BridgeError, kinds=True)
 def boundary_side(
     grid: GridLike,
     end: End,

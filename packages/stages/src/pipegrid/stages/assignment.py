@@ -103,7 +103,7 @@ def as_layout(layout: str | PipelineParallelLayerLayout) -> PipelineParallelLaye
     return PipelineParallelLayerLayout(layout, stages)  # which raises for what is no layout
 
 
-@checked_arguments(CutError)
+@checked_arguments(CutError, kinds=True)
 def assign(model: nn.Module, layout: str | PipelineParallelLayerLayout, names: Names | None) -> Assignment:
     """The stage of each layer, by the layout, and of each parameter beside them: with the first, last or next layer.
 

@@ -10,7 +10,7 @@ import torch
 from attrs import frozen
 from torch import Tensor, nn
 
-from pipegrid.core.fields import Index, checked, checked_arguments, shown
+from pipegrid.core.fields import Index, checked, shown
 from pipegrid.layout import PipelineParallelLayerLayout
 from pipegrid.stages.assignment import Assignment, as_layout, assign, places_on, require_no_shared_memory
 from pipegrid.stages.building.build import planned, require_not_compiled, require_sizes, require_values
@@ -58,7 +58,6 @@ def pipeline_stage(
 ) -> list[Stage]: ...
 
 
-@checked_arguments(CutError)
 def pipeline_stage(
     model: nn.Module | Callable[[], nn.Module],
     layout: str | PipelineParallelLayerLayout,
@@ -213,7 +212,6 @@ class _Cut:
         check_stages(self.make, self.layout, batch, names=self.names, carry=self.carry)
 
 
-@checked_arguments(CutError)
 def check_stages(
     make: Callable[[], nn.Module] | nn.Module,
     layout: str | PipelineParallelLayerLayout,

@@ -85,7 +85,7 @@ _BESIDE: Final = ("embedding", "head", "elsewhere")
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 
-@checked_arguments(CutError)
+@checked_arguments(CutError, kinds=True)
 def find_names(model: nn.Module, given: Names | None = None, num_layers: int | None = None) -> Names:
     """``given``, of parts that the model has; or the first row of the table whose lists of layers the model has.
 

@@ -8,7 +8,6 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch import nn
 
-from pipegrid.core.fields import checked_arguments
 from pipegrid.core.graph import ModuleGraph
 from pipegrid.gradients import TiedParameters, tie_parameters
 from pipegrid.layout import PipelineParallelLayerLayout
@@ -35,7 +34,6 @@ def ties_of(
     return assign(whole_of(model), layout, names).ties
 
 
-@checked_arguments(CutError)
 def tie_stage_parameters(
     ties: Iterable[Tie],
     stages: Stage | Sequence[Stage],

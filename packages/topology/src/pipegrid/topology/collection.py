@@ -144,7 +144,7 @@ class MultiModuleProcessGroupCollection:
     modules: Mapping[str, ProcessGroupCollection] = field(converter=_copied)
     language_module_name: str | None = field()
 
-    @checked_arguments(PlacementError)
+    @checked_arguments(PlacementError, kinds=True)
     def __init__(
         self,
         modules: Mapping[str, ProcessGroupCollection] | None = None,

@@ -69,7 +69,7 @@ class VTPCommunicator(VTPFunctions):
         True
     """
 
-    @checked_arguments(BridgeError)
+    @checked_arguments(BridgeError, kinds=True)
     def __init__(
         self,
         topology: VTPTopology,

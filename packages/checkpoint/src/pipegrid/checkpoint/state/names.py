@@ -59,7 +59,7 @@ class TensorPlace:
         return found
 
 
-@checked_arguments(CheckpointError)
+@checked_arguments(CheckpointError, kinds=True)
 def whole_names(stage: nn.Module, *, layers: Mapping[str, Sequence[int]]) -> dict[str, str]:
     """The whole model's names of a hand-written stage's parameters and buffers, from the global ids of its layers.
 

@@ -9,7 +9,7 @@ from pipegrid.layout.grammar import LayerType, LayoutGrammar, grammar_of
 from pipegrid.layout.layout import PipelineParallelLayerLayout
 
 
-@checked_arguments(LayoutError)
+@checked_arguments(LayoutError, kinds=True)
 def even(
     num_layers: int,
     pp: int,

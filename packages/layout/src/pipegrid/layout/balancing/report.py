@@ -131,7 +131,7 @@ class LayoutReport:
         return self.table()
 
 
-@checked_arguments(LayoutError)
+@checked_arguments(LayoutError, kinds=True)
 def report(
     layout: PipelineParallelLayerLayout,
     costs: Costs,

@@ -13,7 +13,7 @@ from pipegrid.stages.errors import CutError
 IGNORED = -100  # the label of a token that counts in no loss, as in Hugging Face's models
 
 
-@checked_arguments(CutError)
+@checked_arguments(CutError, kinds=True)
 def sequence_slices(
     batch: Mapping[str, Any], lengths: Sequence[int], *, num_items_in_batch: int | Tensor | None = None
 ) -> list[dict[str, Any]]:

@@ -106,7 +106,7 @@ def _uncovered(placed: Mapping[str, Grid], world_size: int) -> list[str]:
     return problems
 
 
-@checked_arguments(PlacementError)
+@checked_arguments(PlacementError, kinds=True)
 def describe(grids: Mapping[str, HyperCommGrid], *, max_rows: Count = 64, color: bool = False) -> str:
     """The world as a table, ranks x modules: a row is a rank with its coordinates in each module.
 

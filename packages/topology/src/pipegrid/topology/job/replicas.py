@@ -17,7 +17,7 @@ from pipegrid.topology.hyper_comm_grid import HyperCommGrid
 from pipegrid.topology.world import resolve_rank
 
 
-@checked_arguments(GridError)
+@checked_arguments(GridError, kinds=True)
 def replica_of(grid: HyperCommGrid, rank: int | None = None, *, dims: Dims = ("dp",)) -> tuple[int, int]:
     """``(replica, replicas)`` of a rank: its replica and the number of them.
 
@@ -58,7 +58,7 @@ def replica_sizes(num_samples: int, replicas: int) -> tuple[int, ...]:
     return tuple(stop - start for start, stop in itertools.pairwise(replica_bounds(num_samples, replicas)))
 
 
-@checked_arguments(GridError)
+@checked_arguments(GridError, kinds=True)
 def replica_samples(
     num_samples: int,
     grid: HyperCommGrid,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations
-from typing import Self, cast
+from typing import Self
 
 from attrs import field, frozen
 from attrs.converters import optional
@@ -51,7 +51,7 @@ def _copied(modules: Mapping[str, ModuleStageInfo]) -> dict[str, ModuleStageInfo
 def _names(names: Iterable[str]) -> tuple[str, ...]:
     if isinstance(names, str):  # a string lists its letters
         raise PlacementError(f"module names are {names!r}; give a list: [{names!r}]")
-    return cast("tuple[str, ...]", checked(names, tuple[Name, ...], "module names", PlacementError))
+    return tuple(checked(names, Iterable[Name], "module names", PlacementError))
 
 
 def _name_set(names: Iterable[str]) -> frozenset[str]:

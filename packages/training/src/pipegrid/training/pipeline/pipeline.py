@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 import attrs
 import torch
@@ -105,7 +105,7 @@ class Pipeline:
         CutError: as `pipeline_stage`; in the first step also where it is not that of one process.
     """
 
-    @checked_arguments(StepArgumentError)
+    @checked_arguments(StepArgumentError, kinds=True)
     def __init__(
         self,
         model: nn.Module | ModelFactory | Mapping[str, PipelineModule],
@@ -125,7 +125,7 @@ class Pipeline:
         parallelize: Callable[[Any], Any] | None = None,
         edges: Mapping[tuple[str, str], EdgeOptions] | None = None,
         device: torch.device | str | None = None,
-        monitor: Monitor | bool | None = None,
+        monitor: Annotated[Monitor | bool | None, "checked by `monitor_of`"] = None,
         spare: Iterable[int] = (),
         host: Name | None = None,
     ) -> None:

@@ -8,7 +8,6 @@ from itertools import pairwise
 from attrs import frozen
 from torch import nn
 
-from pipegrid.core.fields import checked_arguments
 from pipegrid.layout import LayerType, LayoutError, PipelineParallelLayerLayout
 from pipegrid.plans import PlanError, stage_places
 from pipegrid.stages.errors import CutError
@@ -103,7 +102,6 @@ def as_layout(layout: str | PipelineParallelLayerLayout) -> PipelineParallelLaye
     return PipelineParallelLayerLayout(layout, stages)  # which raises for what is no layout
 
 
-@checked_arguments(CutError, kinds=True)
 def assign(model: nn.Module, layout: str | PipelineParallelLayerLayout, names: Names | None) -> Assignment:
     """The stage of each layer, by the layout, and of each parameter beside them: with the first, last or next layer.
 

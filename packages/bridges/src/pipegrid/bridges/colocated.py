@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from pipegrid.bridges.collectives import CollectiveWaits, abort_groups, close_groups, own_groups
 from pipegrid.bridges.replication import ReplicationCheck
 from pipegrid.bridges.steps import Completing, pack, unpack
-from pipegrid.core.fields import Index, checked, checked_arguments, checked_fields, shown
+from pipegrid.core.fields import Index, checked, checked_fields, shown
 from pipegrid.reshard import (
     BATCH,
     BridgeError,
@@ -111,7 +111,6 @@ class ColocatedBridgeCommunicator:
         torch.Size([2, 3])
     """
 
-    @checked_arguments(BridgeError, kinds=True)
     def __init__(
         self,
         src_grid: GridLike,

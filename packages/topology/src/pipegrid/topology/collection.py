@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from attrs import define, field, frozen
 
-from pipegrid.core.fields import checked_arguments
+from pipegrid.core.fields import checked
 from pipegrid.topology.errors import PlacementError
 from pipegrid.topology.hyper_comm_grid import HyperCommGrid
 from pipegrid.topology.job.roles import MIMO_LANGUAGE_MODULE_KEY
@@ -144,7 +144,6 @@ class MultiModuleProcessGroupCollection:
     modules: Mapping[str, ProcessGroupCollection] = field(converter=_copied)
     language_module_name: str | None = field()
 
-    @checked_arguments(PlacementError, kinds=True)
     def __init__(
         self,
         modules: Mapping[str, ProcessGroupCollection] | None = None,
@@ -156,6 +155,7 @@ class MultiModuleProcessGroupCollection:
         given = module_pgs if modules is None else modules
         if given is None or None not in (modules, module_pgs):
             raise PlacementError("modules and module_pgs are names of one argument, collections by module; give one")
+        given = checked(given, Mapping[str, Any], "modules", PlacementError)
         if _BY_NAME not in (language_module_name, language_model_module_name):
             raise PlacementError("language_module_name and language_model_module_name are names of one argument")
         language = language_model_module_name if language_module_name is _BY_NAME else language_module_name

@@ -21,7 +21,7 @@ from pipegrid.bridges.collectives import own_groups
 from pipegrid.bridges.vtp.functions import ARRIVES, VTPFunctions
 from pipegrid.bridges.vtp.topology import VTPBoundary, VTPTopology
 from pipegrid.core import Direction, Edge, ModuleGraph
-from pipegrid.core.fields import checked_arguments, shown
+from pipegrid.core.fields import shown
 from pipegrid.reshard.errors import BridgeError
 from pipegrid.transport import JobTopology, P2PUsageError, ReceiveHandle
 from pipegrid.transport.config import as_config
@@ -69,7 +69,6 @@ class VTPCommunicator(VTPFunctions):
         True
     """
 
-    @checked_arguments(BridgeError, kinds=True)
     def __init__(
         self,
         topology: VTPTopology,

@@ -110,7 +110,7 @@ def _ordered(specs: Iterable[LaneSpec], agreed: Mapping[LaneSpec, Any]) -> list[
 
 def resolve_device(
     backend: str | None,
-    device: torch.device | str | None,
+    device: torch.device | str | int | None,
     group: dist.ProcessGroup | None = None,
     *,
     staged: bool = False,

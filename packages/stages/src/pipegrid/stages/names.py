@@ -11,7 +11,7 @@ from typing import Final
 from attrs import field, frozen
 from torch import nn
 
-from pipegrid.core.fields import Name, checked_arguments, checked_fields, shown
+from pipegrid.core.fields import Name, checked_fields, shown
 from pipegrid.stages.errors import CutError
 from pipegrid.stages.torch_compat import children_of
 
@@ -85,7 +85,6 @@ _BESIDE: Final = ("embedding", "head", "elsewhere")
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 
-@checked_arguments(CutError, kinds=True)
 def find_names(model: nn.Module, given: Names | None = None, num_layers: int | None = None) -> Names:
     """``given``, of parts that the model has; or the first row of the table whose lists of layers the model has.
 

@@ -50,15 +50,33 @@ def by_scaler(pipeline, optimizer):
     scaler.step(optimizer)
 
 
+def by_step(pipeline, optimizer):
+    pipeline.step({"ids": IDS})
+    optimizer.step()
+
+
+class Prodigy(torch.optim.SGD):
+    """It has the name of an optimizer that estimates a distance from all parameters."""
+
+
+class Clipping(torch.optim.SGD):
+    """It has an option of LAMB's."""
+
+    def __init__(self, parameters, lr):
+        super().__init__([{"params": parameters, "max_grad_norm": 1.0}], lr)
+
+
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("check", [None, False])
 @pytest.mark.parametrize(
     ("update", "optimizer", "text"),
     [
-        (by_lbfgs, torch.optim.LBFGS, "LBFGS makes its step of products over all parameters"),
+        (by_lbfgs, torch.optim.LBFGS, "LBFGS makes its step of sums over all parameters"),
         (by_scaler, torch.optim.SGD, r"GradScaler leaves an update out .*LossScaler\(\)"),
+        (by_step, Prodigy, "Prodigy makes its step of sums over all parameters"),
+        (by_step, Clipping, r"Clipping has max_grad_norm, .*Pipeline\.clip\(\)"),
     ],
-    ids=["LBFGS", "GradScaler"],
+    ids=["LBFGS", "GradScaler", "Prodigy", "LAMB"],
 )
 def test_what_decides_by_the_gradients_of_a_rank_is_refused_where_others_have_more(
     ranks, update, optimizer, text, check

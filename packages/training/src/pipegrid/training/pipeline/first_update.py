@@ -32,6 +32,7 @@ from pipegrid.training.pipeline.one_process import are_equal
 from pipegrid.transport.collectives.differences import listed
 
 _SOON = 4  # steps
+_OVER_ALL = ("DAdapt", "Prodigy")  # classes that estimate a distance, from which all parameters are as one
 _STEPS_OPTIMIZERS = GradScaler.step.__code__  # the frame of a scaler that steps an optimizer
 _CLIPPED = (
     "between step() and the first update gradients were multiplied by 1: if by clip_grad_norm_ of torch, that clips to "
@@ -289,9 +290,10 @@ def _is_plain(value: Any) -> bool:
 def refuse_what_decides_alone(stages: Iterable[nn.Module]) -> tuple[Any, set[int]]:
     """Look at each optimizer of parameters of ``stages``, which it does not keep alive, as it steps first.
 
-    The hook raises `StepArgumentError`, before a parameter changes, for `torch.optim.LBFGS`, and for what a
-    `torch.amp.GradScaler` steps that looks for overflows on its own rank (`ShardedGradScaler` looks on all of a group).
-    Returns its handle, and the ids of the parameters to train that have been in no optimizer yet.
+    The hook raises `StepArgumentError`, before a parameter changes, for `torch.optim.LBFGS`, classes that estimate a
+    distance, those that clip by themselves (``max_grad_norm``, as LAMB), and for what a `torch.amp.GradScaler` steps
+    that looks for overflows on its own rank (`ShardedGradScaler` looks on all of a group). Returns its handle, and the
+    ids of the parameters to train that have been in no optimizer yet.
     """
     held, seen = weakref.WeakSet(stages), weakref.WeakSet[Optimizer]()
     left = {id(one) for stage in held for one in stage.parameters() if one.requires_grad}
@@ -304,10 +306,16 @@ def refuse_what_decides_alone(stages: Iterable[nn.Module]) -> tuple[Any, set[int
         updated = {id(one) for group in optimizer.param_groups for one in group["params"]} & own
         if not updated:
             return
-        if isinstance(optimizer, LBFGS):
+        name = type(optimizer).__name__
+        if isinstance(optimizer, LBFGS) or name.startswith(_OVER_ALL):
             raise StepArgumentError(
-                "LBFGS makes its step of products over all parameters, and this rank has those of its stages alone. "
-                "Take an optimizer that updates each parameter by itself, such as AdamW"
+                f"{name} makes its step of sums over all parameters, and this rank has those of its stages alone. Take "
+                "an optimizer that updates each parameter by itself, such as AdamW"
+            )
+        if any(group.get("max_grad_norm") for group in optimizer.param_groups):
+            raise StepArgumentError(
+                f"{name} has max_grad_norm, and would clip to the norm of this rank's stages. Set it to None, and call "
+                "Pipeline.clip(), which clips to that of all"
             )
         if _scales_alone():
             raise StepArgumentError(

@@ -17,7 +17,8 @@ from pipegrid.topology import HyperCommGrid
 from pipegrid.training import Pipeline
 from pipegrid.training.pipeline.counts import MICROBATCHES, sums_of
 from pipegrid.training.pipeline.losses import GivenLoss, OwnLoss, require_mean, sum_of, sum_on_host
-from pipegrid.training.pipeline.microbatches import Share, microbatch
+from pipegrid.training.pipeline.microbatches import Share, microbatch, shared_microbatches
+from pipegrid.training.pipeline.rows import Rows
 from stages_kit.gradients import require_gradients
 
 from .kit.jobs import counted
@@ -237,6 +238,33 @@ def test_padding_that_a_loss_of_the_model_ignores_is_an_error_where_rows_have_un
     if rows > 1:  # equally many in each: a mean over rows as well
         targets[:, 2:] = ignored
         assert made_by_the_model(targets, ignored) == 1.0
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bool, torch.int64])
+def test_a_mean_over_what_a_mask_has_is_found_in_microbatches_of_one_row(kind):
+    """As Megatron's scripts have it: labels without padding, and a ``loss_mask``."""
+
+    def over_mask(logits, batch):
+        mask = batch["loss_mask"].float()
+        return (each_of(logits, batch["labels"]).view(mask.shape) * mask).sum() / mask.sum()
+
+    def over_rows(logits, batch):
+        mask = batch["loss_mask"].float()
+        return ((each_of(logits, batch["labels"]).view(mask.shape) * mask).sum(1) / mask.sum(1)).mean()
+
+    def mean_of(mean, *numbers):
+        masks = torch.arange(LENGTH) < torch.tensor(numbers)[:, None]
+        parts = [{"labels": torch.ones(1, LENGTH, dtype=torch.long), "loss_mask": one[None].to(kind)} for one in masks]
+        made = shared_microbatches(parts, [""] * len(parts), Share(), CPU, Rows(), counts=True)
+        loss, counts = GivenLoss(mean), counted(sums_of(made))
+        return [loss(torch.randn(1, LENGTH, CLASSES), one, counts)[1].item() for one in made]
+
+    def of_one_row(logits, batch):
+        return F.cross_entropy(logits[0], batch["labels"][0])
+
+    assert mean_of(over_mask, 3, 3) == mean_of(over_rows, 3, 2) == mean_of(of_one_row, 3, 2) == [1.0, 1.0]
+    with pytest.raises(StageOutputError, match=r"with all of 'loss_mask' and as it is, .*Return \(sum, count\)"):
+        mean_of(over_mask, LENGTH, 2)
 
 
 def test_samples_of_a_signal_and_differences_are_no_padding():

@@ -35,7 +35,7 @@ from pipegrid.training.pipeline.counts import (
     Weight,
 )
 from pipegrid.training.pipeline.microbatches import Microbatch, is_uneven, padding_of
-from pipegrid.training.pipeline.parts import LossPart, doubled, halves, mapped, padded_apart, zero_of
+from pipegrid.training.pipeline.parts import LossPart, apart, doubled, halves, mapped, padded_apart, zero_of
 
 TOLD = 5
 """Sums of a step over its losses, float64: of each the loss times its weight, the weight and, if it is a sum, the
@@ -379,14 +379,28 @@ class GivenLoss:
         False where they tell nothing: of one row, and of a loss that the model has made, which is not cut.
         """
         parts = halves(output, microbatch.inputs, microbatch.rows)
-        if parts is None:
-            return False
+        if parts is not None:
+            return self._fit(parts, rules, "of its first rows and the others")
+        for name in _masks(microbatch) if self._rule is None else ():
+            given = microbatch.inputs
+            filled = {**given, name: torch.ones_like(given[name])}
+            with torch.no_grad(), generators_as_before():  # no gradients, and random numbers leave no trace
+                alike, masked = (apart(output, first, given, microbatch.rows) for first in (given, filled))
+            try:
+                takes_rows = bool(self._means(alike, rules)[2])
+            except Exception:  # noqa: BLE001 (of the script's code, which is right for one row)
+                takes_rows = False
+            if takes_rows:
+                self._fit(masked, rules, f"with all of {name!r} and as it is, in one row each")
+        return False
+
+    def _fit(self, parts: tuple[LossPart, LossPart, LossPart], rules: Sequence[int], what: str) -> bool:
+        """Raise where two means make that of both by none of ``rules``; whether they tell anything."""
         values, means, fits = self._means(parts, rules)
         if not fits and math.isfinite(values[2]):  # what is no number is no mean over anything
             raise StageOutputError(
-                f"loss returned the mean {values[2]:.6g} of a microbatch, and {values[0]:.6g} and {values[1]:.6g} of "
-                f"its first rows and the others; {_shown(means)}. Return (sum, count), or (mean, 1) for a mean over "
-                "microbatches"
+                f"loss returned the mean {values[2]:.6g} of a microbatch, and {values[0]:.6g} and {values[1]:.6g} "
+                f"{what}; {_shown(means)}. Return (sum, count), or (mean, 1) for a mean over microbatches"
             )
         return not values[0] == values[1] == values[2]
 
@@ -398,7 +412,7 @@ class GivenLoss:
         with torch.no_grad(), generators_as_before():  # no gradients, and random numbers leave no trace
             one, other, both = [float(self._of_part(part)[1]) for part in parts]
         self._adds_up = abs(one + other - both) <= _CLOSE * abs(both)
-        if not self._adds_up and one != other and min(one, other) <= both <= max(one, other):
+        if not self._adds_up and min(one, other) < both < max(one, other):
             raise StageOutputError(
                 f"loss returned the count {both:.6g} of a microbatch, and {one:.6g} and {other:.6g} of its first rows "
                 "and the others. Return a mean alone, or (sum, count); other numbers, such as an accuracy, are not "
@@ -454,6 +468,13 @@ def _padded(microbatch: Microbatch) -> list[str]:
     """The padded entries other than ``labels``."""
     found = [name.removesuffix(" padded") for name in microbatch.pattern if name.endswith(" padded")]
     return [name for name in found if name != "labels"]
+
+
+def _masks(microbatch: Microbatch) -> list[str]:
+    """The entries of zeros and ones of which microbatches of a step have unequally many."""
+    names = [name.removesuffix(" uneven") for name in microbatch.pattern if name.endswith(" uneven")]
+    given = [(name, microbatch.inputs[name]) for name in sorted(names)]
+    return [name for name, value in given if bool(((value == 0) | (value == 1)).all())]
 
 
 def _require_even(microbatch: Microbatch, counts: StepCounts) -> None:

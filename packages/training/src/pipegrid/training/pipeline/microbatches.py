@@ -154,6 +154,7 @@ def _patterns(parts: Sequence[Mapping[str, Any]], rows: Sequence[int]) -> list[f
         values = torch.stack([parts[place][name].detach() for name, place in each])
         flat = (torch.view_as_real(values) if values.is_complex() else values).flatten(1)
         ends.setdefault((dtype, device), []).append((each, torch.stack(torch.aminmax(flat, dim=1), dim=1)))
+    masks: dict[str, list[int]] = {}  # by name, the microbatches of one row in which it may be one
     for together in ends.values():
         read = iter(torch.cat([pairs for _, pairs in together]).tolist())
         for name, place in [one for each, _ in together for one in each]:
@@ -164,6 +165,12 @@ def _patterns(parts: Sequence[Mapping[str, Any]], rows: Sequence[int]) -> list[f
                 found[place].add(f"{name} padded")
             if low != high:
                 found[place].add(f"{name} varies")
+            if rows[place] == 1 and low >= 0 and high <= 1:
+                masks.setdefault(name, []).append(place)
+    for name, places in masks.items():
+        if len(set(torch.stack([parts[place][name].count_nonzero() for place in places]).tolist())) > 1:
+            for place in places:
+                found[place].add(f"{name} uneven")
     return [frozenset(each) for each in found]
 
 

@@ -63,10 +63,7 @@ def padded_apart(output: Any, inputs: Mapping[str, Any], rows: int) -> tuple[Los
         elif most == _FEWER:
             some[rows // 2 :] = IGNORED
         given.append({**inputs, "labels": some} | ({"attention_mask": (some != IGNORED).to(mask)} if masked else {}))
-    outputs = [mapped(_wide(output), partial(_shaken, by=by)) for by in (0.5, 2.0)]
-    one, other = (LossPart(out, some, counts_of(some, rows)) for out, some in zip(outputs, given, strict=True))
-    joined = _twice(given[0], given[1], rows)
-    return one, other, LossPart(_twice(outputs[0], outputs[1], rows), joined, counts_of(joined, 2 * rows))
+    return apart(output, given[0], given[1], rows)
 
 
 def doubled(output: Any, inputs: Mapping[str, Any], rows: int) -> LossPart | None:
@@ -75,6 +72,16 @@ def doubled(output: Any, inputs: Mapping[str, Any], rows: int) -> LossPart | Non
         return None
     joined = _twice(inputs, inputs, rows)
     return LossPart(_twice(output, output, rows), joined, counts_of(joined, 2 * rows))
+
+
+def apart(
+    output: Any, first: Mapping[str, Any], second: Mapping[str, Any], rows: int
+) -> tuple[LossPart, LossPart, LossPart]:
+    """Two microbatches of one output, other random numbers added to each, and both as one."""
+    outputs = [mapped(_wide(output), partial(_shaken, by=by)) for by in (0.5, 2.0)]
+    one, other = (LossPart(*each, counts_of(each[1], rows)) for each in zip(outputs, (first, second), strict=True))
+    joined = _twice(first, second, rows)
+    return one, other, LossPart(_twice(outputs[0], outputs[1], rows), joined, counts_of(joined, 2 * rows))
 
 
 def joined_outputs(outputs: Sequence[Any], microbatches: Sequence[Microbatch]) -> Any | None:
